@@ -144,7 +144,7 @@ def train_heads(
         if not own_text_written(work.own_text, out, stops, limit):
             return
         training = work.training(out)
-        say(f"training {training.trains} on {len(training.windows.tokens)} tokens")
+        say(f"training {training.trains} on {training.windows.trained.numel()} tokens")
         work_on(training, out, stops, limit)
     stops.end()
     for ahead, within in enumerate(training.accuracies(), 1):

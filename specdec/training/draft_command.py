@@ -168,7 +168,7 @@ def _texts(
     elif options.traffic is not None:
         given = torch.cat([given, options.traffic.tokens(end)])
     own = torch.empty(0, plan.length, dtype=torch.int64)
-    text = TrainingText(given, replay, own, in_memory=options.traffic is not None)
+    text = TrainingText(given, replay, own, own, in_memory=options.traffic is not None)
     option = "--traffic" if options.traffic is not None and not len(options.files) else "--text"
     text.check(plan.length, draft.directory.vocabulary, "draft", option)  # before the models are loaded
     return text, served

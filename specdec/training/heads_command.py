@@ -74,7 +74,8 @@ def prepared(directory: ModelDirectory, options: HeadsOptions, plan: Plan, out: 
         origin = Origin(text=digest or "", own_tokens=options.own_tokens or 0, **target)
         given = tokens_of(options.files, Tokenizer(directory), min(directory.end_tokens, default=None))
         none = torch.empty(0, dtype=torch.int64)
-        text = TrainingText(given, none, none.view(0, plan.length))
+        own = none.view(0, plan.length)
+        text = TrainingText(given, none, own, own)
         text.check(plan.length, directory.vocabulary, "target")  # before it is loaded
     model = load_target(directory, options.device)
     kind.check(model)  # before the target writes its own text, which takes long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 
 from specdec.training.files import TEXTS, read_tensors, write_texts
 from specdec.training.plan import Plan, ResumeError
-from specdec.training.texts import PROMPT_TOKENS, Mixture, TextError, Windows, continuations
+from specdec.training.texts import HELD_OUT, PROMPT_TOKENS, Mixture, TextError, Windows, continuations
 
 
 @dataclass
@@ -20,20 +21,21 @@ class TrainingText:
 
     given: Tensor  # int64 [n]
     replay: Tensor  # int64 [m], older; may be empty
-    own: Tensor  # int64 [texts, length], written by the target so far
+    own: Tensor  # int64 [texts, length], written by the target so far, to train on
+    own_held_out: Tensor  # int64 [texts, length], written by the target so far, held out
     in_memory: bool = False  # `save` writes nothing
 
     @classmethod
     def kept(cls, out: Path) -> TrainingText:
         """Return the tokens kept by `save`. ResumeError if an earlier version wrote them."""
         kept = read_tensors(out / TEXTS)
-        if not {"tokens", "replay", "own"} <= kept.keys():
+        if not {"tokens", "replay", "own", "own_held_out"} <= kept.keys():
             raise ResumeError(f"{out / TEXTS}: was written by an earlier version, cannot be resumed")
-        return cls(kept["tokens"], kept["replay"], kept["own"])
+        return cls(kept["tokens"], kept["replay"], kept["own"], kept["own_held_out"])
 
     def save(self, out: Path) -> None:
         if not self.in_memory:
-            write_texts(out, self.given, replay=self.replay, own=self.own)
+            write_texts(out, self.given, replay=self.replay, own=self.own, own_held_out=self.own_held_out)
 
     def check(self, length: int, vocabulary: int, model: str, option: str = "--text") -> None:
         """Raise TextError unless the given text, which an `option` names, and the replay text if any, each fill two
@@ -48,8 +50,9 @@ class TrainingText:
 
     def windows(self, length: int, vocabulary: int) -> Windows:
         """Return the windows of the given text and of the own texts whose tokens are all below `vocabulary`."""
-        own = self.own[(self.own < vocabulary).all(1)]  # a target may have padding ids that its draft lacks
-        return Windows(torch.cat([Windows(self.given, length).tokens, own.flatten()]), length)
+        # A target may have padding ids that its draft lacks.
+        own, held_out = (texts[(texts < vocabulary).all(1)] for texts in (self.own, self.own_held_out))
+        return Windows(self.given, length).joined(own, held_out)
 
     def mixture(self, length: int, vocabulary: int, share: float) -> Mixture:
         """Return the windows to train a draft on, a `share` of them from `replay`."""
@@ -63,17 +66,23 @@ class OwnText:
     unit = "text"
 
     def __init__(self, target: PreTrainedModel, text: TrainingText, plan: Plan, own_tokens: int) -> None:
-        """`text` receives the written tokens."""
+        """`text` receives the written tokens. One text in HELD_OUT is held out, and continues a held-out window: it
+        shares no prompt with a text to train on."""
         self.tokens = own_tokens
         self._text = text
         self._written = plan.length - PROMPT_TOKENS  # tokens of a text
         self.total = -(-own_tokens // self._written)  # texts
-        prompts = Windows(text.given, plan.length).trained.flatten()  # excludes held-out windows
-        self._parts = continuations(target, prompts, plan.length, self.total, plan.seed, begin=self.done)
+        windows, held_out = Windows(text.given, plan.length), self.total // HELD_OUT
+
+        def parts(prompts: Tensor, rows: int, done: Tensor) -> Iterator[Tensor]:
+            return continuations(target, prompts.flatten(), plan.length, rows, plan.seed, begin=len(done))
+
+        self._parts = parts(windows.trained, self.total - held_out, text.own)
+        self._held_out_parts = parts(windows.held_out, held_out, text.own_held_out)
 
     @property
     def done(self) -> int:
-        return len(self._text.own)
+        return len(self._text.own) + len(self._text.own_held_out)
 
     @property
     def over(self) -> bool:
@@ -81,7 +90,10 @@ class OwnText:
 
     def step(self) -> float:
         """Write the next texts; return the number of tokens written so far."""
-        self._text.own = torch.cat([self._text.own, next(self._parts)])
+        if (part := next(self._parts, None)) is not None:
+            self._text.own = torch.cat([self._text.own, part])
+        else:
+            self._text.own_held_out = torch.cat([self._text.own_held_out, next(self._held_out_parts)])
         return float(self.done * self._written)
 
     def describe(self, tokens: float) -> str:

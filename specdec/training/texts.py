@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from copy import copy
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,20 +32,26 @@ class TextError(ModelDirectoryError):
 
 
 class Windows:
-    """Windows of `length` tokens, drawn at random; the same seed and step give the same windows. `tokens`: the tokens
-    of all windows, one after the other."""
+    """Windows of `length` tokens, drawn at random; the same seed and step give the same windows. Those `held_out` are
+    not drawn."""
 
     def __init__(self, tokens: Tensor, length: int, *, all_held_out: bool = False) -> None:
         """`tokens`: int64 [n]. Raise TextError if they fill fewer than two windows."""
         count = len(tokens) // length
         if count < 2:
             raise TextError(f"the texts have {len(tokens)} tokens, must have at least {2 * length}: two windows")
-        self.tokens = tokens[: count * length]
-        windows = self.tokens.view(count, length)
+        windows = tokens[: count * length].view(count, length)
         number = torch.arange(count)
         held = number % HELD_OUT == HELD_OUT - 1 if count >= HELD_OUT else number == count - 1
         held |= all_held_out
         self.trained, self.held_out = windows[~held], windows[held]
+
+    def joined(self, trained: Tensor, held_out: Tensor) -> Windows:
+        """Return these windows and further ones, int64 [n, length], to train on and held out."""
+        joined = copy(self)
+        joined.trained = torch.cat([self.trained, trained])
+        joined.held_out = torch.cat([self.held_out, held_out])
+        return joined
 
     def batch(self, rows: int, seed: int, step: int) -> Tensor:
         """Return `rows` windows to train on, int64 [rows, length]."""

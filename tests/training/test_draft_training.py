@@ -60,7 +60,8 @@ def text(target: PreTrainedModel) -> TrainingText:
     given, replay = (
         torch.randint(3, VOCABULARY, (32_000,), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
     )
-    found = TrainingText(given, replay, torch.empty(0, PLAN.length, dtype=torch.int64))
+    none = torch.empty(0, PLAN.length, dtype=torch.int64)
+    found = TrainingText(given, replay, none, none)
     writing = OwnText(target, found, PLAN, 64 * (PLAN.length - PROMPT_TOKENS))
     while not writing.over:
         writing.step()
@@ -166,19 +167,35 @@ def test_a_training_in_two_parts_gives_the_draft_of_one(
 def test_the_target_goes_on_writing_where_it_stopped(
     target: PreTrainedModel, text: TrainingText, tmp_path: Path
 ) -> None:
+    """It stops in the texts to train on, and in those held out."""
     count = 64 * (PLAN.length - PROMPT_TOKENS)
-    begun = replace(text, own=text.own[:0])
-    first = OwnText(target, begun, PLAN, count)
-    first.step()
-    assert 0 < first.done < first.total
-    first.save(tmp_path)
-    kept = TrainingText.kept(tmp_path)
-    second = OwnText(target, kept, PLAN, count)
-    assert second.done == first.done
-    while not second.over:
-        second.step()
-    assert torch.equal(kept.own, text.own)
+    for steps in (1, 4):
+        begun = replace(text, own=text.own[:0], own_held_out=text.own[:0])
+        first = OwnText(target, begun, PLAN, count)
+        for _ in range(steps):
+            first.step()
+        assert 0 < first.done < first.total
+        first.save(tmp_path)
+        kept = TrainingText.kept(tmp_path)
+        assert bool(len(kept.own_held_out)) == (steps > 1)
+        second = OwnText(target, kept, PLAN, count)
+        assert second.done == first.done
+        while not second.over:
+            second.step()
+        assert torch.equal(kept.own, text.own)
+        assert torch.equal(kept.own_held_out, text.own_held_out)
     assert (tmp_path / TEXTS).stat().st_mode & 0o077 == 0
+
+
+def test_no_held_out_window_has_the_prompt_of_a_trained_one(text: TrainingText) -> None:
+    """Any text of the target begins with tokens of the given text that are on the same side."""
+    windows = text.windows(PLAN.length, VOCABULARY)
+    given = Windows(text.given, PLAN.length)
+    for one, of_given in ((windows.trained, given.trained), (windows.held_out, given.held_out)):
+        own, tokens = one[len(of_given) :], of_given.flatten()
+        assert len(own) == (61 if one is windows.trained else 3)
+        prompts = {tuple(prompt) for prompt in tokens.unfold(0, PROMPT_TOKENS, 1).tolist()}
+        assert all(tuple(begin) in prompts for begin in own[:, :PROMPT_TOKENS].tolist())
 
 
 @contextmanager
@@ -300,8 +317,9 @@ def test_a_text_must_have_windows_and_known_tokens(text: TrainingText) -> None:
     with pytest.raises(TextError, match=r"--text: has 0 tokens"):
         replace(text, given=text.given[:0]).check(PLAN.length, VOCABULARY, "draft")
     replace(text, replay=text.replay[:0]).check(PLAN.length, VOCABULARY, "draft")
-    known = replace(text, own=torch.tensor([[5] * 48, [5] * 47 + [VOCABULARY]])).mixture(48, VOCABULARY, 0.5)
-    assert len(known.new.tokens) == len(Windows(text.given, 48).tokens) + 48
+    own = torch.tensor([[5] * 48, [5] * 47 + [VOCABULARY]])
+    known, given = replace(text, own=own, own_held_out=own).mixture(48, VOCABULARY, 0.5).new, Windows(text.given, 48)
+    assert (len(known.trained), len(known.held_out)) == (len(given.trained) + 1, len(given.held_out) + 1)
 
 
 def test_older_text_has_its_share_of_a_batch() -> None:
