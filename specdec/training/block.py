@@ -45,6 +45,7 @@ from specdec.training.layers import (
 )
 from specdec.training.plan import DSPARK, Origin, Plan
 from specdec.training.texts import Windows
+from specdec.training.training import activations
 
 FEATURES = 5
 """Number of layers whose features are read, as in the published drafts, if the target has enough layers."""
@@ -102,7 +103,9 @@ class BlockTraining(HeadTraining[BlockPlan]):
         self._weights = _untrained(shape, model, plan.seed)
         rotary = rotary_of(shape.width, model.device)
         self.draft = BlockDraft(shape, variant, self._weights, rotary, vocabulary=vocabulary)
-        super().__init__(model, windows, plan, origin, learned(self._weights, "embeddings", "output"), MAX_NORM)
+        trained = learned(self._weights, "embeddings", "output")
+        kept = activations(min(plan.anchors, plan.length - plan.block) * plan.block, shape.hidden, plan.layers)
+        super().__init__(model, windows, plan, origin, trained, kept, MAX_NORM)
 
     @classmethod
     def check(cls, model: PreTrainedModel) -> None:

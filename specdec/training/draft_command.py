@@ -17,7 +17,7 @@ from specdec.training.draft import DraftOrigin, DraftPlan, DraftTraining
 from specdec.training.draft_files import DraftFiles, dtype_of_weights
 from specdec.training.files import STATE, clear, make_folder, replace_json
 from specdec.training.given_draft import GivenDraft
-from specdec.training.models import load_draft, load_target
+from specdec.training.models import kept_for_gradients, load_draft, load_target
 from specdec.training.own_text import OwnText, TrainingText
 from specdec.training.plan import check_unfinished, write_plan
 from specdec.training.served_labels import ServedLabels, ServedTraining, TextWindows
@@ -140,6 +140,7 @@ def prepared(
         [*small.parameters()],
         plan,
         max(target.vocabulary, draft.directory.vocabulary),
+        kept_for_gradients(small, plan.length),
         options.device,
         "use a smaller draft, or a smaller --length",
     )

@@ -41,6 +41,7 @@ from specdec.training.layers import (
 )
 from specdec.training.plan import EAGLE3, Origin, Plan
 from specdec.training.texts import Windows
+from specdec.training.training import activations
 
 MAX_NORM = 0.5
 """Limit on the norm of a step's gradient, as in EAGLE."""
@@ -83,7 +84,9 @@ class Eagle3Training(HeadTraining[Eagle3Plan]):
             vocabulary=vocabulary,
             ids=None if shape.outputs == vocabulary else self._ids.cpu().numpy(),
         )
-        super().__init__(model, windows, plan, origin, learned(self._weights, "embeddings"), MAX_NORM)
+        trained, weights = learned(self._weights, "embeddings"), shape.heads * plan.length**2  # of one step at a time
+        kept = activations(plan.length, shape.hidden, plan.ttt_steps, weights)
+        super().__init__(model, windows, plan, origin, trained, kept, MAX_NORM)
 
     @classmethod
     def check(cls, model: PreTrainedModel) -> None:

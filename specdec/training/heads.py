@@ -40,14 +40,16 @@ class HeadTraining(Training[P]):
         plan: P,
         origin: Origin,
         trained: Iterable[Tensor],
+        kept: int,
         max_norm: float = math.inf,
     ) -> None:
-        """`trained`, `max_norm`: as in Training. UnsupportedModelError if the device has no room for the training."""
+        """`trained`, `max_norm`: as in Training; `kept`: as in `check_room`. UnsupportedModelError if the device has no
+        room for the training."""
         self._model = model.requires_grad_(False).eval()
         self.windows = windows
         trained = [*trained]
         vocabulary = int(model.config.get_text_config().vocab_size)
-        check_room(f"{self.trains} for {origin.target}", trained, plan, vocabulary, model.device, self.remedy)
+        check_room(f"{self.trains} for {origin.target}", trained, plan, vocabulary, kept, model.device, self.remedy)
         super().__init__(plan, origin, windows, trained, max_norm)
 
     @classmethod

@@ -21,6 +21,7 @@ from specdec.engine.hf.hidden_states import with_hidden_states
 from specdec.training.heads import DECAY, TOLD_RANKS, HeadTraining
 from specdec.training.plan import MEDUSA, Origin, Plan
 from specdec.training.texts import Windows
+from specdec.training.training import activations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,8 @@ class MedusaTraining(HeadTraining[MedusaPlan]):
         self.heads = MedusaHeads.untrained(plan.heads, plan.layers, head, own_outputs=plan.own_outputs)
         parameters = (self.heads.weights, self.heads.biases, self.heads.outputs)
         trained = [parameter for parameter in parameters if parameter is not None]
-        super().__init__(model, windows, plan, origin, trained)
+        kept = activations(plan.length, self.heads.shape.hidden, plan.layers)  # of one head at a time
+        super().__init__(model, windows, plan, origin, trained, kept)
 
     def _learn_part(self, windows: Tensor, share: float) -> float:
         hidden, targets = self._read(windows)

@@ -9,6 +9,7 @@ from specdec.engine.hf.pretrained import DTYPES, load
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.dtype import dtype_of
+from specdec.training.training import activations
 
 
 def load_target(directory: ModelDirectory, device: str) -> PreTrainedModel:
@@ -27,3 +28,12 @@ def for_windows(model: PreTrainedModel) -> PreTrainedModel:
     capped = getattr(config, "attn_logit_softcapping", None)  # torch's function does not support it
     model.set_attn_implementation("sdpa" if model._supports_sdpa and not capped else "eager")
     return model
+
+
+def kept_for_gradients(model: PreTrainedModel, length: int) -> int:
+    """Return how many float32 numbers a model keeps for the gradients of one window of `length` tokens."""
+    config = model.config.get_text_config()
+    layers, weights = config.num_hidden_layers, 0
+    if config._attn_implementation == "eager":
+        weights = layers * config.num_attention_heads * length**2
+    return activations(length, config.hidden_size, layers, weights)

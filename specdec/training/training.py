@@ -33,6 +33,13 @@ COPIES = 3
 LOGIT_COPIES = 8
 """Float32 numbers per logit of a pass: logits, logarithms and probabilities of both models, and gradients."""
 
+LAYER_NUMBERS = 20
+"""Float32 numbers that a layer keeps for the gradients, for each token of a pass and each of its hidden dimensions. On
+a small Llama, 19 were measured."""
+
+ATTENTION_COPIES = 4
+"""Float32 numbers for each attention weight, in layers that compute the weights of a whole window at once."""
+
 MOMENTS = "exp_avg", "exp_avg_sq"
 STEP = "step"
 BETAS, EPSILON = (0.9, 0.95), 1e-8
@@ -173,18 +180,30 @@ def rows_a_pass(plan: Plan, vocabulary: int) -> int:
     return max(1, min(plan.rows, LOGITS_A_PASS // (plan.length * vocabulary)))
 
 
+def activations(tokens: int, hidden: int, layers: int, attention_weights: int = 0) -> int:
+    """Return how many float32 numbers a pass keeps for the gradients of `layers` layers that read this many tokens.
+    `attention_weights`: number of weights in memory together; 0: attention is computed without keeping any."""
+    return LAYER_NUMBERS * tokens * hidden * layers + ATTENTION_COPIES * attention_weights
+
+
 def check_room(
-    name: str, trained: Iterable[Tensor], plan: Plan, vocabulary: int, device: str | torch.device, remedy: str
+    name: str,
+    trained: Iterable[Tensor],
+    plan: Plan,
+    vocabulary: int,
+    kept: int,
+    device: str | torch.device,
+    remedy: str,
 ) -> None:
     """Raise UnsupportedModelError, with the model's name and a remedy, unless the device has room for a training, in
-    addition to its models and the weights to learn."""
-    weights = sum(parameter.numel() for parameter in trained)
-    logits = rows_a_pass(plan, vocabulary) * plan.length * vocabulary
-    needed = BYTES["float32"] * (COPIES * weights + LOGIT_COPIES * logits)
+    addition to its models and the weights to learn. `kept`: `activations` for one window of a pass."""
+    weights, rows = sum(parameter.numel() for parameter in trained), rows_a_pass(plan, vocabulary)
+    logits = rows * plan.length * vocabulary
+    needed = BYTES["float32"] * (COPIES * weights + LOGIT_COPIES * logits + rows * kept)
     if needed > (free := free_bytes(str(device))):
         raise UnsupportedModelError(
-            f"{name}: training needs {in_gigabytes(needed)} more for gradients, moments and logits, but {device} "
-            f"has {in_gigabytes(free)} free: {remedy}"
+            f"{name}: training needs {in_gigabytes(needed)} more for gradients, moments, activations and logits, but "
+            f"{device} has {in_gigabytes(free)} free: {remedy}"
         )
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from specdec.engine.hf.random_weights import RandomWeights
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError
+from specdec.engine.unsupported import UnsupportedModelError
 from specdec.training.divergences import divergence
 from specdec.training.draft import (
     HELD_OUT_WINDOWS,
@@ -30,11 +31,11 @@ from specdec.training.draft import (
 from specdec.training.draft_files import DraftFiles, dtype_of_weights
 from specdec.training.files import PLAN as PLAN_FILE
 from specdec.training.files import STATE, TEXTS, WriteError
-from specdec.training.models import load_draft, load_target
+from specdec.training.models import kept_for_gradients, load_draft, load_target
 from specdec.training.own_text import OwnText, TrainingText
 from specdec.training.plan import DRAFT, DivergedError, ResumeError, check_unfinished
 from specdec.training.texts import PROMPT_TOKENS, Mixture, TextError, Windows
-from specdec.training.training import rows_a_pass
+from specdec.training.training import check_room, rows_a_pass
 from tests.models import ARCHITECTURES, END, VOCABULARY, make, near
 
 PLAN = DraftPlan(steps=6, rows=3, length=48, rate=0.001, overruled=1.0)
@@ -132,6 +133,35 @@ def test_wide_vocabularies_take_several_passes() -> None:
     assert rows_a_pass(DraftPlan(rows=8, length=256), 4096) == 8
     assert rows_a_pass(DraftPlan(rows=8, length=256), 100_000) == 2
     assert rows_a_pass(DraftPlan(rows=8, length=2048), 151_936) == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_the_estimate_covers_what_a_pass_keeps(name: str, tmp_path: Path) -> None:
+    """With fused attention, and with the weights of capped attention."""
+    model = load_draft(ModelDirectory(make(name, tmp_path / name)), "cpu")
+    kept: dict[int, int] = {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes() // 4
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = model.base_model(torch.randint(3, VOCABULARY, (1, 128)), use_cache=False)
+    estimate = kept_for_gradients(model, 128)
+    assert found[0].requires_grad
+    assert estimate / 2 < sum(kept.values()) < 1.1 * estimate
+
+
+def test_a_pass_without_room_is_refused(folder: Path) -> None:
+    model = load_draft(ModelDirectory(folder / "draft"), "cpu")
+    check_room("draft", [], PLAN, VOCABULARY, kept_for_gradients(model, PLAN.length), "cpu", "use a smaller draft")
+    with pytest.raises(
+        UnsupportedModelError, match=r"draft: training needs .* activations .* free: use a smaller draft"
+    ):
+        check_room("draft", [], PLAN, VOCABULARY, kept_for_gradients(model, 2**40), "cpu", "use a smaller draft")
 
 
 def test_a_training_in_two_parts_gives_the_draft_of_one(

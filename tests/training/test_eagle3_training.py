@@ -296,6 +296,12 @@ def test_a_target_with_narrow_embeddings_is_refused(tmp_path: Path) -> None:
         Eagle3Training.check(narrow)
 
 
+def test_attention_weights_without_room_are_refused(model: PreTrainedModel, windows: Windows) -> None:
+    """Those of a window of 2^17 tokens take a terabyte; its logits would fit."""
+    with pytest.raises(UnsupportedModelError, match=r"tiny: training needs .* free: use a smaller --draft-vocabulary"):
+        training_of(model, windows, replace(PLAN, length=2**17))
+
+
 # --- going on, and serving --------------------------------------------------------------------------
 
 
