@@ -123,7 +123,12 @@ def train_draft(
         number("Peak of the learning rate. Default: 0.0001, with --untrained 0.001.", min=1e-8, max=1.0),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**31 - 1, help="Seed of the order of windows and of the target's text.")
+        int,
+        typer.Option(
+            min=0,
+            max=2**31 - 1,
+            help="Seed of the order of windows, of the target's text, and of the weights of --untrained.",
+        ),
     ] = 0,
     device: Device = "cpu",
     threads: Annotated[
@@ -159,7 +164,7 @@ def train_draft(
         from specdec.training.given_draft import GivenDraft
 
         big = check_model(Wanted(target, Placement("eager", device=device)))
-        small = GivenDraft.checked(draft, big, device, untrained=untrained)
+        small = GivenDraft.checked(draft, big, device, untrained=untrained, seed=seed)
         for name, context in (("target", big.context), ("draft", small.directory.context)):
             if length > context:
                 fail(f"--length: is {length}, must be at most {context}, the {name}'s context", ExitStatus.USAGE)

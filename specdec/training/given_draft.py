@@ -25,12 +25,12 @@ class GivenDraft:
     tokenizer: ModelDirectory  # the source of the trained draft's tokenizer
 
     @classmethod
-    def checked(cls, path: Path, target: ModelDirectory, device: str, *, untrained: bool) -> GivenDraft:
+    def checked(cls, path: Path, target: ModelDirectory, device: str, *, untrained: bool, seed: int = 0) -> GivenDraft:
         """Return the draft in a directory or GGUF file; ModelDirectoryError or UnsupportedModelError, naming the
-        reason, if it cannot be trained for a target and then served. `untrained`: start from random weights, for which
-        a configuration suffices; without its own tokenizer, the draft gets the target's."""
+        reason, if it cannot be trained for a target and then served. `untrained`: start from random weights drawn by
+        `seed`, for which a configuration suffices; without its own tokenizer, the draft gets the target's."""
         if untrained:
-            directory: ModelDirectory = RandomWeights(open_model(path).path if is_gguf(path) else path)
+            directory: ModelDirectory = RandomWeights(open_model(path).path if is_gguf(path) else path, seed)
             check_architecture(directory)
             has_tokenizer = (directory.path / "tokenizer.json").is_file()
             tokenizer = ModelDirectory(directory.path) if has_tokenizer else target

@@ -31,6 +31,7 @@ from specdec.training.draft import (
 from specdec.training.draft_files import DraftFiles, dtype_of_weights
 from specdec.training.files import PLAN as PLAN_FILE
 from specdec.training.files import STATE, TEXTS, WriteError
+from specdec.training.given_draft import GivenDraft
 from specdec.training.models import kept_for_gradients, load_draft, load_target
 from specdec.training.own_text import OwnText, TrainingText
 from specdec.training.plan import DRAFT, DivergedError, ResumeError, check_unfinished
@@ -127,6 +128,17 @@ def test_a_step_follows_the_gradient_of_its_formula(target: PreTrainedModel, fol
     wanted = [parameter.grad for parameter in draft.parameters() if parameter.grad is not None]
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
+
+
+def test_random_weights_are_determined_by_the_seed(folder: Path) -> None:
+    target = ModelDirectory(folder / "target")
+    first, again, other = (
+        load_draft(GivenDraft.checked(folder / "draft", target, "cpu", untrained=True, seed=seed).directory, "cpu")
+        for seed in (1, 1, 2)
+    )
+    one = first.get_output_embeddings().weight
+    assert torch.equal(one, again.get_output_embeddings().weight)
+    assert not torch.equal(one, other.get_output_embeddings().weight)
 
 
 def test_wide_vocabularies_take_several_passes() -> None:

@@ -51,7 +51,7 @@ def load(
     transformers_logging.set_verbosity_error()  # important reports are raised here as one-line errors
     config, kind = _configuration(directory, device)
     if isinstance(directory, RandomWeights):
-        return _drawn(config, dtype, device)
+        return _drawn(config, dtype, device, directory.seed)
     if quantised_by(directory) is None or device == "cpu":
         model = _read(directory, dtype, kind, kept).to(device)
     else:
@@ -109,11 +109,11 @@ def _keeping(kind: Any, dtype: torch.dtype) -> Any:
     return type(kind.__name__, (kind,), {"_get_dtype_plan": lambda self, _: {"*": dtype}})
 
 
-def _drawn(config: PretrainedConfig, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Create a model with random weights directly on its device; a configuration always gets the same weights."""
+def _drawn(config: PretrainedConfig, dtype: torch.dtype, device: str, seed: int) -> PreTrainedModel:
+    """Create a model with random weights directly on its device."""
     on_device = [] if device == "cpu" else [torch.device(device)]
     with torch.random.fork_rng(devices=on_device), torch.device(device):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_hook.NAME)
     return model.eval()
 

@@ -12,7 +12,9 @@ from specdec.engine.model_file import ModelDirectoryError
 @dataclass(frozen=True)
 class RandomWeights(ModelDirectory):
     """A model directory that needs only config.json: the engine draws random weights on its device. It has no
-    tokenizer, and its text is meaningless."""
+    tokenizer, and its text is meaningless. A configuration and a seed always give the same weights."""
+
+    seed: int = 0
 
     def __post_init__(self) -> None:
         self._check_configuration()
