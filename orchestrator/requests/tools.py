@@ -78,7 +78,7 @@ def tool_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> list
 
 def _forced_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> list[tuple[str, str]]:
     """Return the violations in a conversation with forced calls: their format must be known, and able to express the
-    arguments."""
+    arguments of the functions that may be called."""
     strict = {f"chat.tools[{index}].strict": tool.strict for index, tool in enumerate(chat.tools)}
     forcing = {
         "chat.tool_required": chat.tool_required,
@@ -92,12 +92,21 @@ def _forced_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> l
     if model.tool_format is None:
         problem = "is set, the model's chat template has no known format of calls"
         return [(field, problem) for field in forcing]
-    size = sum(len(tool.parameters.encode()) for tool in chat.tools)
+    callable_tools = {index: tool for index, tool in enumerate(chat.tools) if _is_callable(tool.name, chat)}
+    size = sum(len(tool.parameters.encode()) for tool in callable_tools.values())
     if size > MAX_SOURCE_BYTES:
         return [("chat.tools", f"has {size} bytes of parameters, must have at most {MAX_SOURCE_BYTES} to be enforced")]
     wanted, work = model.tool_format, Work()
-    problems = [(index, _arguments_problem(parameters_of(tool), wanted, work)) for index, tool in enumerate(chat.tools)]
-    return [(f"chat.tools[{index}].parameters", problem) for index, problem in problems if problem]
+    return [
+        (f"chat.tools[{index}].parameters", problem)
+        for index, tool in callable_tools.items()
+        if (problem := _arguments_problem(parameters_of(tool), wanted, work))
+    ]
+
+
+def _is_callable(name: str, chat: generation_pb2.ChatPrompt) -> bool:
+    """Return whether the text may call this tool: a named tool choice excludes the others."""
+    return chat.tool_name in ("", name)
 
 
 def _arguments_problem(schema: Mapping[str, Any], wanted: ToolFormat, work: Work) -> str:
@@ -223,7 +232,7 @@ def tool_grammar(
     tools = {
         tool.name: parameters_of(tool) if held else {"type": "object"}
         for tool in chat.tools
-        if chat.tool_name in ("", tool.name)
+        if _is_callable(tool.name, chat)
     }
     marks = Marks(model.tool_tokens)
     single = chat.single_tool_call or bool(chat.tool_name)

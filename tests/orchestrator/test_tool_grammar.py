@@ -18,7 +18,7 @@ from orchestrator.requests.sample import resolved
 from orchestrator.requests.tools import MAX_VALUES, tool_grammar, tool_violations
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler
-from specdec.grammar.grammar import Grammar, GrammarError, Kind
+from specdec.grammar.grammar import MAX_SOURCE_BYTES, Grammar, GrammarError, Kind
 from specdec.serving.errors import InvalidRequestError
 from specdec.v2 import generation_pb2, model_pb2
 from specdec.wire.tool_calls import ToolCall, ToolCallReader
@@ -229,6 +229,17 @@ def test_schemas_that_tagged_calls_cannot_be_held_to(
     assert field == "chat.tools[0].parameters"
     assert said.startswith(problem)
     assert tool_violations(chat({"f": {"type": "object", **schema}}), model) == []
+
+
+def test_a_named_tool_is_forced_beside_tools_that_cannot_be(source: Path, tmp_path: Path) -> None:
+    model = model_of(source, tmp_path / "m", TEMPLATES[QWEN_CODER])
+    schemas = SCHEMAS | {
+        "other": {"type": "object", "anyOf": [{"required": ["a"]}]},
+        "large": {"type": "object", "description": "x" * MAX_SOURCE_BYTES},
+    }
+    assert Follower(model, tmp_path / "m", chat(schemas, tool_name="time")).takes(written(QWEN_CODER, CALLS[1:]))
+    for name in ("other", "large"):
+        assert tool_violations(chat(schemas, tool_name=name), model)
 
 
 def test_arguments_of_a_function_without_properties(source: Path, tmp_path: Path) -> None:
