@@ -151,7 +151,6 @@ def _of_caller(tool: Any, place: str, namespace: str = "") -> OfferedTool:
     if kind == "custom":
         if (tool.get("format") or {"type": "text"}) != {"type": "text"}:
             raise unsupported(f"{place}.format", "is not supported unless it is text")
-        function["strict"] = True  # the input is read from the arguments
         function["parameters"] = {
             "type": "object",
             "properties": {CUSTOM_INPUT: {"type": "string"}},

@@ -580,6 +580,21 @@ def test_the_input_of_a_custom_call_that_was_cut_off(arguments: str, told: str) 
     assert answer.output[0]["input"] == told
 
 
+def test_a_custom_tool_makes_no_function_strict() -> None:
+    """Strict functions are refused for a model whose format of calls is not known."""
+    asked = {"model": "m", "input": "hi", "tools": [CUSTOM, TOOL, AGENTS]}
+    chat = ResponsesReader(asked).request().chat.message(0).chat
+    assert not any(tool.strict for tool in chat.tools)
+
+
+@pytest.mark.parametrize("arguments", ['{"input": 5}', '{"patch": "+1"}', "{}"])
+def test_a_custom_call_with_other_arguments_has_them_as_its_input(arguments: str) -> None:
+    reader = ResponsesReader({"model": "m", "input": "hi", "tools": [CUSTOM]})
+    answer = ResponseAnswer(reader.request(), "resp_1", stored=False)
+    list(answer.add(CallPart("a", "patch", arguments)))
+    assert answer.output[0]["input"] == arguments
+
+
 def test_a_call_of_a_tool_of_a_namespace_is_told_by_both_names() -> None:
     call = {"type": "function_call", "call_id": "a", "name": "ask", "namespace": "agents", "arguments": "{}"}
     (turn,) = messages_of([call])
