@@ -22,6 +22,7 @@ KIND = {
     "properties": {"kind": {"enum": ["a", "b", "c"]}, "x": {"type": "integer"}},
     "required": ["kind"],
 }
+POINT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TREE = {
     "$defs": {
         "Node": {
@@ -306,6 +307,65 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         },
         [{"kind": "cat", "cat": 1}, {"kind": "dog", "dog": 2}],
         [{"kind": "cat", "dog": 1}, {"kind": "cow", "cat": 1}, {"cat": 1, "dog": 2}],
+    ),
+    "oneOf of null and a reference": (
+        {"$defs": {"P": POINT}, "oneOf": [{"type": "null"}, {"$ref": "#/$defs/P"}]},
+        [None, {"a": 1}],
+        [{}, "x", {"a": "x"}],
+    ),
+    "oneOf of null and the schema itself": (
+        {
+            "$defs": {
+                "N": {
+                    "type": "object",
+                    "properties": {"next": {"oneOf": [{"type": "null"}, {"$ref": "#/$defs/N"}]}},
+                    "required": ["next"],
+                    "additionalProperties": False,
+                }
+            },
+            "$ref": "#/$defs/N",
+        },
+        [{"next": None}, {"next": {"next": None}}],
+        [{}, None, {"next": {}}],
+    ),
+    "oneOf of references within allOf and anyOf": (
+        {
+            "$defs": {"P": POINT, "N": {"type": ["integer", "null"]}},
+            "oneOf": [
+                {"allOf": [{"$ref": "#/$defs/P"}]},
+                {"anyOf": [{"$ref": "#/$defs/N"}, {"type": "boolean"}]},
+                {"type": "array"},
+            ],
+        },
+        [{"a": 1}, 1, None, True, [1]],
+        [{}, "x", 1.5],
+    ),
+    "oneOf of listed values": (
+        {"$defs": {"E": {"enum": ["a", 1]}}, "oneOf": [{"$ref": "#/$defs/E"}, {"const": "b"}, {"enum": [2, None]}]},
+        ["a", 1, "b", 2, None],
+        ["c", 3, False],
+    ),
+    "oneOf with discriminators that are numbers and booleans": (
+        {
+            "$defs": {
+                f"{kind}": {"type": "object", "properties": {"kind": {"const": kind}, "x": {"const": f"{kind}"}}}
+                for kind in (True, 1, 2.5)
+            },
+            "oneOf": [*({"$ref": f"#/$defs/{kind}"} for kind in (True, 1, 2.5)), {"type": "null"}],
+        },
+        [{"kind": True, "x": "True"}, {"kind": 1, "x": "1"}, {"kind": 2.5}, None],
+        [{"kind": True, "x": "1"}, {"kind": 1, "x": "True"}, {"kind": 2}, {"x": "1"}],
+    ),
+    "oneOf of objects that require a property of different types": (
+        {
+            "oneOf": [
+                {"type": "object", "properties": {"a": {"type": kind}}, "required": ["a"]}
+                for kind in ("integer", "string")
+            ],
+            "anyOf": [{"type": "object"}, {"type": "null"}],
+        },
+        [{"a": 1}, {"a": "x"}],
+        [{"a": 1.5}, {}, None],
     ),
     "anchors and ids": (
         {

@@ -17,6 +17,7 @@ from tests.grammar.followed import Followed
 
 CHAINED = {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(60)} | {"60": {"pattern": "^a"}}
 """Definitions that each refer to the next."""
+SHARED = "oneOf: cannot be enforced: two of its parts may allow the same value"
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,13 @@ CHAINED = {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(60)} | {"60": {"p
             "/$ref: cannot be enforced: has more than 50 nested negations and references, or one refers to itself",
         ),
         ({"oneOf": [{"type": "object"}, {"$ref": "#/x"}]}, "/oneOf/1/$ref: #/x is not in the schema"),
+        ({"items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, f"/items/{SHARED}"),
+        ({"oneOf": [{"const": 1}, {"enum": [1.0, "a"]}]}, f"/{SHARED}"),
+        (
+            {"$defs": {"P": {"type": "object"}}, "oneOf": [{"$ref": "#/$defs/P"}, {"required": ["a"]}]},
+            f"/{SHARED}",
+        ),
+        ({"$defs": {"a": {"oneOf": [{"$ref": "#/$defs/a"}, {}]}}, "$ref": "#/$defs/a"}, f"/$defs/a/{SHARED}"),
         ({"minProperties": 2, "allOf": [{"$ref": "#/x"}]}, "/allOf/0/$ref: #/x is not in the schema"),
         ({"$ref": "https://example.com/x.json"}, "/$ref: https://example.com/x.json is not in the schema"),
         ({"$dynamicRef": "#node"}, "/$dynamicRef: cannot be enforced: use $ref"),
@@ -140,12 +148,18 @@ def test_schemas_that_make_no_sense_break_nothing(schema: dict[str, Any]) -> Non
         {"allOf": [{"pattern": f"^(?!{n}(a|b)*a(a|b){{9}}$)"} for n in range(200)]},
         {"not": {"enum": [f"value {n}" for n in range(5000)]}},
         {"propertyNames": {"pattern": "^a", "enum": [f"value {n}" for n in range(5000)]}},
+        {"oneOf": [{"type": "object", "properties": {f"p{n}": {} for n in range(99)}} for _ in range(99)]},
     ],
-    ids=["ifs", "values", "doubling", "chain", "patterns", "not an enum", "names"],
+    ids=["ifs", "values", "doubling", "chain", "patterns", "not an enum", "names", "parts"],
 )
 def test_large_schemas_end_in_time(schema: dict[str, Any]) -> None:
     with contextlib.suppress(GrammarError):
         supported_source(json.dumps(schema))
+
+
+def test_parts_that_share_a_value_may_be_coerced() -> None:
+    schema = {"x-guidance": {"coerce_one_of": True}, "oneOf": [{"type": "integer"}, {"type": "number"}]}
+    assert Followed.of_schema(schema).takes_value(1)
 
 
 def test_a_lenient_schema_is_left_alone() -> None:

@@ -120,7 +120,12 @@ def test_a_text_is_valid_if_the_check_says_so(schema: Any, values: list[Any]) ->
     "schema",
     [
         {"anyOf": [SET, {"type": "array", "items": {"type": "integer"}}]},
-        {"oneOf": [{"type": "object", "properties": {"a": SET}}, {"type": "object", "required": ["b"]}]},
+        {
+            "oneOf": [
+                {"type": "object", "properties": {"k": {"const": 1}, "a": SET}},
+                {"type": "object", "properties": {"k": {"const": 2}}},
+            ]
+        },
         {"if": {"required": ["a"]}, "then": {"properties": {"b": SET}}},
         {
             "$defs": {"s": SET},

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.grammar.json_schema.negation import negation
-from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter
-from specdec.grammar.json_schema.schemas import Schema, any_of, both
-from specdec.grammar.json_schema.values import are_texts, list_of, object_of
+from specdec.grammar.json_schema.one_of import distinguishing
+from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter, refused
+from specdec.grammar.json_schema.schemas import Schema, alternatives, any_of, both
+from specdec.grammar.json_schema.values import list_of, object_of
 
 IF_ALONE = frozenset(["if", "then", "else"])
 """Keywords of a part of allOf that is only a condition."""
@@ -19,24 +20,39 @@ def rewrite_combinations(rewriter: Rewriter, part: Rewrite) -> None:
     source, place = part.source, part.place
     cases, grouped = _cases(rewriter, source, place)
     part.conditions.extend(cases)
-    discriminator = _discriminator(rewriter, source.get("oneOf"), place)
-    for key in ("allOf", "anyOf", "oneOf"):
-        if key == "oneOf" and discriminator is not None:
-            named = {"required": [discriminator]}
-            ways = [rewriter.schema(way, f"{place}/oneOf/{n}") for n, way in enumerate(source["oneOf"])]
-            part.conditions.append(any_of([both(way, named) for way in ways]))
-        elif isinstance(parts := source.get(key), list):
+    for key in ("allOf", "anyOf"):
+        if isinstance(parts := source.get(key), list):
             inner = [(n, schema) for n, schema in enumerate(parts) if id(schema) not in grouped]
             if inner or not parts:
                 part.keywords[key] = [rewriter.schema(schema, f"{place}/{key}/{n}") for n, schema in inner]
         elif key in source:
             part.keywords[key] = parts
+    if "oneOf" in source:
+        _rewrite_one_of(rewriter, part)
     if "$ref" in source:
         part.keywords["$ref"] = rewriter.reference(source, f"{place}/$ref")
     if "not" in source:
         part.conditions.append(negation(rewriter, source["not"], f"{place}/not"))
     if "if" in source and ("then" in source or "else" in source) and id(source) not in grouped:
         part.conditions.append(_conditional(rewriter, source, place))
+
+
+def _rewrite_one_of(rewriter: Rewriter, part: Rewrite) -> None:
+    """Rewrite `oneOf` as the union of its parts, which must share no value. A property that alone distinguishes them
+    becomes required."""
+    parts, place = list_of(part.source["oneOf"]), f"{part.place}/oneOf"
+    ways = [rewriter.schema(way, f"{place}/{n}") for n, way in enumerate(parts)]
+    name = distinguishing(rewriter, parts, place)
+    if name is None:
+        if rewriter.guidance.get("coerce_one_of") is not True:
+            why = "two of its parts may allow the same value: give them different types, or a property in each part"
+            raise refused(part.place, "oneOf", f"{why} with values of its own")
+        name = ""
+    found = any_of([both(way, {"required": [name]}) for way in ways] if name else ways)
+    if isinstance(found, bool) or "anyOf" in part.keywords:
+        part.conditions.append(found)
+    else:
+        part.keywords["anyOf"] = alternatives(found)
 
 
 def _conditional(rewriter: Rewriter, schema: Mapping[str, Any], place: str) -> Schema:
@@ -99,24 +115,3 @@ def _asked_value(asked: Any, required: Any) -> tuple[str, list[Any]] | None:
         return None
     values = [inner["const"]] if "const" in inner else list_of(inner["enum"])
     return (name, values) if all(isinstance(value, str) for value in values) else None
-
-
-def _discriminator(rewriter: Rewriter, parts: Any, place: str) -> str | None:
-    """Return a property with different values in each part of a oneOf, so that no object with this property matches two
-    parts; None if there is none. Schema generators do not list it as required if it has a default, although it is
-    always serialised."""
-    found: dict[str, list[set[str]]] = {}
-    for n, part in enumerate(list_of(parts)):
-        rewriter.count(place)
-        *_, part = rewriter.document.chain(part, f"{place}/oneOf/{n}/$ref")
-        if not isinstance(part, dict) or part.get("type") != "object":
-            return None
-        for name, inner in object_of(part.get("properties")).items():
-            values = [inner["const"]] if "const" in object_of(inner) else list_of(object_of(inner).get("enum"))
-            rewriter.count(place, len(values))
-            if are_texts(values) and values:
-                found.setdefault(name, []).append(set(values))
-    for name, sets in found.items():
-        if len(sets) == len(parts) > 0 and len(set().union(*sets)) == sum(map(len, sets)):
-            return name
-    return None

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from specdec.grammar.grammar import GrammarError
 from specdec.grammar.json_schema.references import Document
 from specdec.grammar.json_schema.schemas import Schema
-from specdec.grammar.json_schema.values import floors, pointer_part
+from specdec.grammar.json_schema.values import floors, object_of, pointer_part
 from specdec.grammar.languages import Languages
 
 Made = TypeVar("Made")
@@ -67,6 +67,7 @@ class Rewriter(ABC):
     def __init__(self, root: Mapping[str, Any], work: Work, *, checks: bool) -> None:
         """`checks`: parts that no grammar enforces may be left to a check of the finished text."""
         self.document = Document(root)
+        self.guidance = object_of(root.get("x-guidance"))  # options of llguidance
         self.floors, size = floors(root)  # of the numbers in the document
         work.count("", size)
         self.languages = work.languages
