@@ -58,6 +58,15 @@ def constraint(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "json_schema", _schema(wanted)
 
 
+def grammar_names(given: Mapping[str, Any]) -> dict[str, str]:
+    """Return the caller's name for the grammar options: the field that holds the constraint. The request may still be
+    invalid."""
+    own = given.get("structured_outputs")
+    held = [name for name in (*GRAMMARS, *FURTHER) if isinstance(own, dict) and own.get(name) not in (None, False)]
+    field = f"structured_outputs.{held[0]}" if held else "response_format"
+    return {name: field for option in GRAMMARS.values() for name in (option, f"grammar.{option}")}
+
+
 def _layout(own: dict[str, Any]) -> dict[str, str]:
     """Remove the fields about white space, and vLLM's other fields without effect, from `structured_outputs`. Return
     the requested layout as a schema's `x-guidance`; empty for the default layout."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec.client import build_request
-from specdec.openai_api.constraints import GRAMMARS, constraint
+from specdec.openai_api.constraints import constraint, grammar_names
 from specdec.openai_api.conversation import conversation, tool_schemas
 from specdec.openai_api.errors import ApiError, refused, unknown, unsupported, wrong
 from specdec.openai_api.fields import (
@@ -272,10 +272,7 @@ def _names(given: Mapping[str, Any], *, chat: bool) -> dict[str, str]:
     names |= {name: f"specdec.{name}" for name in own_options}
     if "jacobi" in own_options:  # the size of a window
         names |= dict.fromkeys(("lookahead", "lookahead.window"), "specdec.jacobi")
-    own = given.get("structured_outputs")
-    for name, option in GRAMMARS.items():
-        here = f"structured_outputs.{name}" if isinstance(own, dict) and own else "response_format"
-        names |= {option: here, f"grammar.{option}": here}
+    names |= grammar_names(given)
     if "prompt_logprobs" not in given:  # from `echo` with `logprobs`
         names["prompt_logprobs"] = "logprobs"
     return names | ({"logprobs": "top_logprobs", "prompt": "messages"} if chat else {})

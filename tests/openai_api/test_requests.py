@@ -350,6 +350,13 @@ def test_arguments_that_are_nested_too_deeply_are_refused(depth: int) -> None:
     assert error.value.param == "chat_template_kwargs"
 
 
+TAG: dict[str, Any] = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<", "schema": {"type": "integer"}, "end": ">"}],
+    "triggers": ["<"],
+}
+
+
 def test_what_a_text_must_look_like() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     named = {"name": "n", "strict": True, "schema": schema}
@@ -374,6 +381,22 @@ def test_what_a_text_must_look_like() -> None:
     guidance = {"whitespace_pattern": " ?", "item_separator": ",", "key_separator": ":"}
     laid_out = chat(structured_outputs={"json": json.dumps(schema), "whitespace_pattern": " ?"})
     assert described(laid_out) == {**schema, "x-guidance": guidance}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"structured_outputs": {"json": {}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": None, "json_object": True}}, "structured_outputs.json_object"),
+        ({"structured_outputs": {"structural_tag": TAG}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "structured_outputs.grammar"),
+        ({"response_format": TAG, "structured_outputs": {"disable_any_whitespace": True}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"json_object": False}}, "response_format"),
+    ],
+)
+def test_a_grammar_is_named_by_the_field_that_holds_it(fields: dict[str, Any], field: str) -> None:
+    names = chat(**fields).names
+    assert {names[name] for name in ("json_schema", "grammar.json_schema", "lark", "grammar.lark")} == {field}
 
 
 @pytest.mark.parametrize("strict", [{}, {"strict": None}, {"strict": False}])
