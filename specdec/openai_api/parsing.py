@@ -22,9 +22,9 @@ Parsed = TypeVar("Parsed")
 SHORT_BODY = 4 << 10
 """Maximum bytes of a body parsed inline, which takes a few milliseconds at most."""
 
-SLOW = (*(keyword.encode() for keyword in KEYWORDS), rb"\u")
-"""A body with one of these texts is never parsed inline: rewriting even a short strict schema with such a keyword may
-take 150 ms, and escapes may spell the keyword."""
+SLOW = (*(keyword.encode() for keyword in KEYWORDS), b"structures", rb"\u")
+"""A body with one of these texts is never parsed inline: rewriting even a short strict schema with such a keyword, or
+the schema of a structural tag, may take 150 ms, and escapes may spell the text."""
 
 LONG_BODY = 64 << 10
 """Minimum bytes of a long body. Long bodies have a separate queue and thread, so that they do not delay others."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specdec.grammar.grammar import MAX_RULES, lark_string
+from specdec.grammar.grammar import MAX_RULES, GrammarError, lark_string
+from specdec.grammar.json_schema.rewriter import Work
+from specdec.grammar.json_schema.rewriting import json_text, supported
 from specdec.openai_api.errors import refused, unknown, wrong
 
 MAX_TAGS = MAX_RULES // 2
@@ -43,7 +44,7 @@ def tags_in_lark(given: Mapping[str, Any], field: str) -> str:
         raise refused(
             f"{field}.structures", f"has {len(structures)} entries, must have at most {most} with {len(used)} triggers"
         )
-    return "\n".join(_rules(structures, used))
+    return "\n".join(_rules(structures, used, list(_schemas(structures, field))))
 
 
 def _trigger(structure: Any, triggers: list[str], field: str) -> str:
@@ -64,7 +65,17 @@ def _trigger(structure: Any, triggers: list[str], field: str) -> str:
     return found
 
 
-def _rules(structures: list[Any], begun: Mapping[str, list[int]]) -> Iterator[str]:
+def _schemas(structures: list[Any], field: str) -> Iterator[str]:
+    """Yield the JSON of the structures' schemas, as llguidance supports them."""
+    work = Work()
+    for number, structure in enumerate(structures):
+        try:
+            yield json_text(supported(structure["schema"], work))
+        except GrammarError as error:
+            raise refused(f"{field}.structures[{number}].schema", str(error)) from None
+
+
+def _rules(structures: list[Any], begun: Mapping[str, list[int]], schemas: list[str]) -> Iterator[str]:
     yield "start: tag* TEXT"
     yield r"TEXT: /(.|\n)*/"
     yield "tag: " + " | ".join(f"head_{place} ({_choice(numbers)})" for place, numbers in enumerate(begun.values()))
@@ -75,7 +86,7 @@ def _rules(structures: list[Any], begun: Mapping[str, list[int]]) -> Iterator[st
             begin, end = structure["begin"].removeprefix(trigger), structure.get("end", "")
             parts = [lark_string(begin) if begin else "", f"schema_{number}", lark_string(end) if end else ""]
             yield f"tag_{number}: {' '.join(filter(None, parts))}"
-            yield f"schema_{number}: %json {json.dumps(structure['schema'])}"
+            yield f"schema_{number}: %json {schemas[number]}"
 
 
 def _choice(numbers: list[int]) -> str:

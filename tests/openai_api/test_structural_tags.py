@@ -87,3 +87,44 @@ def test_as_many_structures_as_a_grammar_has_room_for(triggers: int, most: int) 
     assert source_violation(Kind.LARK, (in_lark(most),)) is None
     with pytest.raises(ApiError, match=f"has {most + 1} entries"):
         in_lark(most + 1)
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "integer"}}}, ['{"a": 1}'], ['{"\\u0061": "x"}']),
+        ({"type": "string", "not": {"const": "a"}}, ['"b"'], ['"a"']),
+        ({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}, ["[2, 1]"], ["[1, 1]"]),
+        ({"type": "array", "contains": {"const": 1}, "maxItems": 2}, ["[0, 1]"], ["[0]"]),
+        ({"type": "string", "format": "cuid"}, ['"x"'], ["1"]),
+    ],
+    ids=json.dumps,
+)
+def test_a_structure_fits_its_whole_schema(schema: dict[str, Any], valid: list[str], invalid: list[str]) -> None:
+    tags = {"triggers": ["<"], "structures": [{"begin": "<a>", "schema": schema, "end": "</a>"}]}
+    followed = Followed(Kind.LARK, tags_in_lark(tags, "tags"))
+    assert [text for text in valid if not followed.takes(f"<a>{text}</a>")] == []
+    assert [text for text in invalid if followed.takes(f"<a>{text}</a>")] == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"minProperties": 2}, "/minProperties: cannot be enforced"),
+        ({"properties": {"a": {"type": "strng"}}}, "/properties/a/type: is "),
+        ({"$ref": "#/x"}, "/$ref: #/x is not in the schema"),
+    ],
+    ids=json.dumps,
+)
+def test_a_schema_that_cannot_be_enforced_is_refused_with_its_place(schema: dict[str, Any], problem: str) -> None:
+    structures = [*TAGS["structures"], {"begin": "[[", "schema": schema, "end": "]]"}]
+    with pytest.raises(ApiError, match=re.escape(problem)) as raised:
+        tags_in_lark({**TAGS, "structures": structures}, "tags")
+    assert raised.value.param == "tags.structures[3].schema"
+
+
+def test_all_schemas_share_one_budget_of_work() -> None:
+    schema = {"anyOf": [{"const": number} for number in range(2_000)]}
+    structures = [{"begin": "<", "schema": schema, "end": ">"} for _ in range(20)]
+    with pytest.raises(ApiError, match="expands to more than"):
+        tags_in_lark({"structures": structures, "triggers": ["<"]}, "tags")
