@@ -115,9 +115,10 @@ def parse(
     top_logprobs, prompt_logprobs = (_top(message, field, violations) for field in ("logprobs", "prompt_logprobs"))
     _check_stops(message, model, violations)
     grammar, check = _grammar(message, model, violations)
-    if grammar is not None and reasoning is not None:
-        grammar = reasoning.before(grammar)
     if grammar is not None:
+        # How the text is split must not change its tokens.
+        thought = _detected_reasoning(message, model, prompt) if message.reasoning.none else reasoning
+        grammar = grammar if thought is None else thought.before(grammar)
         violations += grammar_violations(grammar, end_tokens, model.vocabulary, grammar_field(message))
         violations += _ending_marks(message, grammar, end_tokens, stops)
     rule, speculation = _rule(message, sampling, violations)
@@ -307,6 +308,13 @@ def _reasoning(
             if (token := getattr(message.reasoning, name)) >= model.vocabulary
         ]
         return reasoning_from(message.reasoning)
+    return _detected_reasoning(message, model, prompt)
+
+
+def _detected_reasoning(
+    message: generation_pb2.GenerateRequest, model: ServedModel, prompt: list[int]
+) -> Reasoning | None:
+    """Return the reasoning of the text as the model's template shows it, whatever the request sets."""
     marks = model.reasoning_marks if message.WhichOneof("prompt") == "chat" else None
     return None if marks is None else reasoning_after(prompt, marks, model.tokenizer)
 

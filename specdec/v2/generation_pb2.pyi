@@ -283,7 +283,9 @@ class Reasoning(google.protobuf.message.Message):
     begun: builtins.bool
     """The prompt ends inside the reasoning, after the opening mark."""
     none: builtins.bool
-    """No reasoning: the whole text is the answer. The other fields are unset."""
+    """No reasoning: the whole text is the answer. The other fields are unset. In a chat of a model that reasons, a grammar
+    without `after_token` still begins at the model's closing mark.
+    """
     def __init__(
         self,
         *,

@@ -65,6 +65,19 @@ def test_a_grammar_is_about_the_answer(model: ServedModel) -> None:
         parse(request_of(ASKED, {}, grammar=model_pb2.Grammar(regex="a+", opening_token=5)), model)
 
 
+def test_a_grammar_begins_at_the_same_token_if_the_reasoning_is_not_split(model: ServedModel) -> None:
+    none = generation_pb2.Reasoning(none=True)
+    for arguments in ({}, {"opened": True}, {"enable_thinking": False}):
+        split, whole = (
+            parse(request_of(ASKED, arguments, grammar=model_pb2.Grammar(regex="a+"), **fields), model).samples[0]
+            for fields in ({}, {"reasoning": none})
+        )
+        assert whole.reasoning is None
+        assert whole.grammar == split.grammar
+    plain = generation_pb2.GenerateRequest(text="abc", reasoning=none, grammar=model_pb2.Grammar(regex="a+"))
+    assert parse(plain, model).samples[0].grammar == model_pb2.Grammar(regex="a+")
+
+
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
