@@ -335,3 +335,34 @@ class SampleText:
             include_stop=sample.include_stop,
             min_tokens=sample.min_tokens - self.reasoning_tokens,
         )
+
+
+class GrammarText:
+    """The part of a text that its grammar constrains, for the check of the finished text: without the tokens before the
+    grammar's start, special tokens, and the end token."""
+
+    def __init__(self, sample: Sample, tokenizer: Tokenizer) -> None:
+        grammar = sample.grammar
+        assert grammar is not None
+        self._sample = sample
+        self._tokenizer = tokenizer
+        self._awaited = grammar.after_token if grammar.HasField("after_token") else None
+        self._opening = grammar.opening_token if grammar.HasField("opening_token") else None
+        self._detokenizer = Detokenizer(tokenizer, sample.prompt)
+        self._pieces: list[str] = []
+
+    def push(self, token: int) -> None:
+        if self._opening not in (None, token):
+            self._awaited = None  # the grammar applies from the beginning
+        self._opening = None
+        if self._awaited is None:
+            self._pieces.append(self._detokenizer.push(token))
+        elif token == self._awaited:
+            self._awaited = None
+            self._detokenizer = Detokenizer(self._tokenizer, [])
+
+    def finish(self, stop: str) -> str:
+        """Return the text, which ends at this stop string unless it is empty."""
+        text = "".join(self._pieces) + self._detokenizer.flush()
+        at = text.find(stop) if stop else -1
+        return text if at < 0 else text[: at + (len(stop) if self._sample.include_stop else 0)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.sample import Sample
-from orchestrator.text.sample_text import SampleText
+from orchestrator.text.sample_text import GrammarText, SampleText, Spelt
 from specdec.decoding.speculation import CandidateSource
 from specdec.serving.bounded_threads import BoundedThreads
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
@@ -65,7 +65,8 @@ class SampleTranscript:
         self._found: int | None = None  # cached tokens of the prompt at the first verifier
         self._undecided: verifier_pb2.Commit | None = None  # a commit that has no response yet
         self._completion_tokens = len(sample.generated)
-        self._answer: list[str] = []  # pieces of the answer, if it is to be checked when it is finished
+        # The text to be checked when it is finished, if any.
+        self._checked = None if sample.schema_check is None else GrammarText(sample, model.tokenizer)
         self.finish_reason: model_pb2.FinishReason.ValueType = model_pb2.FINISH_REASON_UNSPECIFIED
         """Why the text is complete; unspecified while it is not."""
 
@@ -94,10 +95,12 @@ class SampleTranscript:
     def _spell_generated(self) -> None:
         space = self._text.take_space(self._sample.generated) or 0
         for token in self._sample.generated[space:]:
-            before = self._text.reasoning_tokens
-            spelt = self._text.push(token)
-            if self._sample.schema_check is not None and self._text.reasoning_tokens == before:
-                self._answer.append(spelt.text)
+            self._push(token)
+
+    def _push(self, token: int) -> Spelt:
+        if self._checked is not None:
+            self._checked.push(token)
+        return self._text.push(token)
 
     def score(self, scores: verifier_pb2.PromptLogprobs) -> generation_pb2.GenerateResponse:
         """Return the response with log-probabilities of the next tokens of the prompt; the last one has `finish` if
@@ -138,7 +141,7 @@ class SampleTranscript:
         stop, kept = "", len(tokens)
         for index, token in enumerate(tokens[len(pieces) :], len(pieces)):
             is_end = reason == model_pb2.FINISH_REASON_STOP and index == len(tokens) - 1
-            spelt = self._text.end(token) if is_end else self._text.push(token)
+            spelt = self._text.end(token) if is_end else self._push(token)
             pieces.append(spelt.text)
             if spelt.stop:
                 stop, kept = spelt.stop, index + 1
@@ -173,8 +176,6 @@ class SampleTranscript:
             offered=commit.offered,
             rejected=self._rejected(commit, ended=bool(reason)),
         )
-        if self._sample.schema_check is not None:
-            self._answer.append(response.text)
         if reason:
             self.finish_reason = reason
             response.finish.CopyFrom(self._finish(reason, stop))
@@ -237,8 +238,8 @@ class SampleTranscript:
 
     def _finish(self, reason: model_pb2.FinishReason.ValueType, stop: str) -> generation_pb2.Finish:
         """Return `finish`, with the fields known to the transcript."""
-        check = self._sample.schema_check
-        found = None if check is None else check.of_text("".join(self._answer))
+        check, checked = self._sample.schema_check, self._checked
+        found = None if check is None or checked is None else check.of_text(checked.finish(stop))
         return generation_pb2.Finish(
             reason=reason,
             stop=stop,

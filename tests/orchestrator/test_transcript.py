@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.bounded_threads import BoundedThreads
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
 from specdec.wire.speculation import SPECULATIONS
-from tests.models import make
+from tests.models import END, make
 
 
 def test_tokens_of_logprobs_are_spelt_whatever_the_verifier_says(tmp_path: Path) -> None:
@@ -181,3 +183,48 @@ async def test_a_finished_text_is_checked_for_what_no_grammar_enforces(
     assert response is not None
     assert response.HasField("finish")
     assert response.finish.HasField("schema_check")
+
+
+SET = '{"type": "array", "items": {"type": "string"}, "uniqueItems": true}'
+OPEN, AFTER = 1, 5  # tokens before the grammar applies
+
+
+@pytest.mark.parametrize(
+    ("fields", "before", "answer", "stop"),
+    [
+        ({}, "", '["a"]', ""),
+        ({"include_stop": True, "show_special_tokens": True}, "", '["a"]', ""),
+        ({"grammar": {"after_token": AFTER}}, 'free ["a', '["a"]', ""),
+        ({"grammar": {"after_token": AFTER}, "stop": ["a["]}, "free a", '["a"]', ""),
+        ({"grammar": {"after_token": AFTER, "opening_token": OPEN}}, "", '["a"]', ""),
+        ({"stop": ["b"]}, "", '["a"]', "b"),
+        ({"stop": ["]"], "include_stop": True}, "", '["a"', "]"),
+    ],
+    ids=json.dumps,
+)
+@pytest.mark.parametrize("resumed", [0, 3])
+async def test_only_what_the_grammar_constrains_is_checked(
+    tmp_path: Path, fields: dict[str, Any], before: str, answer: str, stop: str, resumed: int
+) -> None:
+    """Neither the free text before the grammar nor the end of the text is part of the answer."""
+    model = ServedModel.of(ModelDirectory(make("llama", tmp_path / "m")))
+    grammar = model_pb2.Grammar(json_schema=SET, **fields.get("grammar", {}))
+    free, fixed, last = (model.tokenizer.encode(text, special=False) for text in (before, answer, stop))
+    tokens = [*free, *([AFTER] if before else []), *fixed, *(last or [END])]
+    usual: dict[str, Any] = {"text": "abc", "generated_tokens": tokens[:resumed], "max_tokens": 99}
+    asked = generation_pb2.GenerateRequest(**usual | fields | {"grammar": grammar})
+    asked.sampling.seed = 1
+    transcript = SampleTranscript(parse(asked, model).samples[0], model, 0.0)
+    threads = BoundedThreads("texts", 1, 1)
+    await transcript.resume(threads)
+    threads.close()
+    commit = verifier_pb2.Commit(
+        committed=model_pb2.Committed(tokens=tokens[resumed:]),
+        sources=[model_pb2.TOKEN_SOURCE_PLAIN] * len(tokens[resumed:]),
+        steps=len(tokens),
+        finish_reason=model_pb2.FINISH_REASON_STOP if not last else model_pb2.FINISH_REASON_LENGTH,
+    )
+    response = transcript.take(commit)
+    assert response is not None
+    assert response.finish.stop == stop
+    assert response.finish.schema_check == generation_pb2.SchemaCheck(ok=True)
