@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.grammar.compiler import STYLE
+from specdec.grammar.compiler import style_of
 from specdec.grammar.grammar import GrammarError, lark_string
 from specdec.grammar.json_schema.rewriter import Work
 from specdec.grammar.json_schema.rewriting import json_text, supported
@@ -42,7 +42,7 @@ def json_rule(name: str, schema: Mapping[str, Any]) -> str:
     """Return a rule for JSON on one line that matches a supported schema; the schema's own `x-guidance` may set other
     white space."""
     own = schema.get("x-guidance")
-    style = {**STYLE, **(own if isinstance(own, dict) else {})}
+    style = {**style_of(schema), **(own if isinstance(own, dict) else {})}
     return f"{name}: %json " + json_text({**schema, "x-guidance": style})
 
 

@@ -62,6 +62,9 @@ STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", 
 """JSON layout unless a schema's `x-guidance` sets it: one line, as most programs write it. Flexible white space would
 leave few forced tokens."""
 
+FREE_STYLE: JsonCompileOptions = {**STYLE, "item_separator": ",", "key_separator": ":"}
+"""Layout of a schema whose `x-guidance` allows white space, which may then also follow a separator."""
+
 STEP_ITEMS, ROW_ITEMS, STEP_FUEL = 5_000, 250, 50_000
 """Limits on the parser's work per token and per position, and on the lexer's work, in the library's units. At its
 documented speeds they amount to a few milliseconds, so that one text hardly delays the others in its step. The schemas
@@ -344,8 +347,7 @@ def _in_library_form(grammar: Grammar) -> str:
     try:
         match grammar.kind:
             case Kind.JSON_SCHEMA:
-                json.loads(source)
-                return LLMatcher.grammar_from_json_schema(source, STYLE)
+                return LLMatcher.grammar_from_json_schema(source, style_of(json.loads(source)))
             case Kind.REGEX:
                 return LLMatcher.grammar_from_regex(source)
             case Kind.LARK:
@@ -354,6 +356,15 @@ def _in_library_form(grammar: Grammar) -> str:
                 return LLMatcher.grammar_from_lark("start: " + " | ".join(map(lark_string, grammar.source)))
     except (ValueError, RecursionError) as error:
         raise GrammarError(_shortened(str(error))) from None
+
+
+def style_of(schema: object) -> JsonCompileOptions:
+    """Return the layout for what a schema's own `x-guidance` leaves open."""
+    own = schema.get("x-guidance") if isinstance(schema, dict) else None
+    if not isinstance(own, dict):
+        return STYLE
+    is_free = own.get("whitespace_flexible") is True or own.get("whitespace_pattern") is not None
+    return FREE_STYLE if is_free else STYLE
 
 
 def _shortened(problem: str) -> str:

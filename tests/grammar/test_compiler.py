@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from orchestrator.requests.tagged_grammar import json_rule
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar import compiler as module
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, GrammarError, GrammarTooComplexError, Kind
 from specdec.grammar.text_grammar import TextGrammar
 from specdec.text.tokenizer import Tokenizer
+from tests.grammar.followed import Followed
 
 DEMO = ModelDirectory(Path(__file__).parent.parent.parent / "demo" / "target")
 TOKENIZER = Tokenizer(DEMO)
@@ -114,3 +118,27 @@ def test_what_cannot_be_compiled_is_not_kept() -> None:
             compiler.compile(wrong)
     assert compiler.begun == [wrong, wrong]
     assert compiler.kept(wrong) is None
+
+
+PAIR = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"const": 1}}}}
+SPACED = '{\n  "a" :\t1,\n  "b": [1 , 1]\n}'
+TIGHT = '{"a":1,"b":[1,1]}'
+USUAL = '{"a": 1, "b": [1, 1]}'
+
+
+@pytest.mark.parametrize(
+    ("guidance", "fitting"),
+    [
+        ({}, [USUAL]),
+        ({"whitespace_flexible": False}, [USUAL]),
+        ({"whitespace_flexible": True}, [USUAL, TIGHT, SPACED]),
+        ({"whitespace_pattern": " ?"}, [USUAL, TIGHT]),
+        ({"whitespace_flexible": True, "key_separator": ": "}, [USUAL]),
+    ],
+    ids=json.dumps,
+)
+@pytest.mark.parametrize("is_rule", [False, True])
+def test_the_white_space_that_a_schema_allows(guidance: dict[str, Any], fitting: list[str], is_rule: bool) -> None:
+    schema = {**PAIR, "x-guidance": guidance}
+    followed = Followed(Kind.LARK, json_rule("start", schema)) if is_rule else Followed.of_schema(schema)
+    assert [text for text in (USUAL, TIGHT, SPACED) if followed.takes(text)] == fitting
