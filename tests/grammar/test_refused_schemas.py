@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.grammar.grammar import GrammarError
+from specdec.grammar.grammar import GrammarError, Kind
 from specdec.grammar.json_schema.arrays import MAX_UNIQUE
 from specdec.grammar.json_schema.rewriting import MAX_COMBINATIONS, MAX_TOLD_CHARACTERS, supported, supported_source
 from tests.grammar.followed import Followed
@@ -162,10 +162,34 @@ def test_parts_that_share_a_value_may_be_coerced() -> None:
     assert Followed.of_schema(schema).takes_value(1)
 
 
-def test_a_lenient_schema_is_left_alone() -> None:
-    schema = {"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}
+LENIENT = {"x-guidance": {"lenient": True}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, ["[1, 1]"], ['["a"]']),
+        ({"type": "object", "properties": {"a": {"not": {"const": 1}}}, "minProperties": 2}, ["{}"], ['{"a": 1}']),
+        ({"type": "string", "pattern": "^(?!a)b?$"}, ['"b"', '""'], ['"a"']),
+        ({"type": "integer", "maximum": 2**70}, ["1"], ['"a"']),
+        ({"type": "object", "properties": {"a": {"type": "integer"}}}, ["{}"], ['{"\\u0061": "x"}']),
+        ({"type": "array", "contains": {"const": 1}, "maxContains": 1}, ["[1, 1]", "[]"], ["1"]),  # as it is
+    ],
+    ids=json.dumps,
+)
+def test_a_lenient_schema_is_enforced_where_it_can_be(
+    schema: dict[str, Any], valid: list[str], invalid: list[str]
+) -> None:
+    source, check = supported_source(json.dumps({**schema, **LENIENT}), checks=True)
+    assert check is None
+    for followed in (Followed(Kind.JSON_SCHEMA, source), Followed.of_schema({**schema, **LENIENT})):
+        assert [text for text in valid if not followed.takes(text)] == []
+        assert [text for text in invalid if followed.takes(text)] == []
+
+
+def test_a_lenient_schema_without_an_equivalent_is_left_alone() -> None:
+    schema = {**LENIENT, "type": "array", "contains": {"const": 1}, "maxContains": 1}
     assert supported(schema) == schema
-    assert Followed.of_schema(schema).takes_value([1, 1])
 
 
 KEYWORDS = st.sampled_from(

@@ -50,7 +50,7 @@ def supported_source(source: str, *, checks: bool = False) -> tuple[str, TextChe
 
 def supported(schema: Mapping[str, Any], work: Work | None = None) -> Mapping[str, Any]:
     """Return an equivalent schema that llguidance supports; GrammarError if there is none. With llguidance's `lenient`,
-    return the schema itself, since unenforceable parts are to be ignored."""
+    the schema may allow more."""
     found, _ = _rewritten(schema, work or Work(), checks=False)
     return found
 
@@ -75,22 +75,31 @@ def json_text(schema: Mapping[str, Any]) -> str:
 
 
 def _rewritten(schema: Mapping[str, Any], work: Work, *, checks: bool) -> tuple[Mapping[str, Any], TextCheck | None]:
-    """Return the result of `supported`; with `checks`, also the check for parts that the schema leaves out, if any."""
-    if object_of(schema.get("x-guidance")).get("lenient") is True:
-        return schema, None
+    """Return the result of `supported`; with `checks`, also the check for parts that the schema leaves out, if any.
+
+    With `lenient`, these parts are left out without a check. If any other part has no equivalent, return the schema
+    itself: llguidance then ignores the keywords that it does not support."""
+    lenient = object_of(schema.get("x-guidance")).get("lenient") is True
     try:
-        rewriter = _SchemaRewriter(schema, work, checks=checks)
-        return rewriter.whole(), rewriter.check()
-    except GrammarError as error:
-        message = str(error)
-        if len(message) <= MAX_TOLD_CHARACTERS:
-            raise
-        half = MAX_TOLD_CHARACTERS // 2
-        raise GrammarError(f"{message[:half]} ... {message[-half:]}") from None
-    except RecursionError:
-        raise GrammarError("is nested too deeply") from None
-    except PatternError as error:  # the work budget of the whole request is spent
-        raise GrammarError(f"cannot be enforced: an expression {error}") from None
+        rewriter = _SchemaRewriter(schema, work, checks=checks or lenient)
+        return rewriter.whole(), None if lenient else rewriter.check()
+    except (GrammarError, PatternError, RecursionError) as error:
+        if lenient:
+            return schema, None
+        raise _refusal(error) from None
+
+
+def _refusal(error: Exception) -> GrammarError:
+    """Return the reason why a schema cannot be rewritten, at a length that can be shown."""
+    if isinstance(error, RecursionError):
+        return GrammarError("is nested too deeply")
+    if isinstance(error, PatternError):  # the work budget of the whole request is spent
+        return GrammarError(f"cannot be enforced: an expression {error}")
+    message = str(error)
+    if len(message) <= MAX_TOLD_CHARACTERS:
+        return GrammarError(message)
+    half = MAX_TOLD_CHARACTERS // 2
+    return GrammarError(f"{message[:half]} ... {message[-half:]}")
 
 
 class _SchemaRewriter(Rewriter):
