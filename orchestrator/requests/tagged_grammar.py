@@ -17,6 +17,7 @@ from specdec.grammar.grammar import GrammarError, lark_string
 from specdec.grammar.json_schema.rewriter import Work
 from specdec.grammar.json_schema.rewriting import json_text, supported
 from specdec.grammar.json_schema.strings import FORMAT_PATTERNS, LIBRARY_FORMATS
+from specdec.grammar.json_schema.values import whole
 from specdec.wire.tool_arguments import is_text, property_schemas, resolved, types_of
 from specdec.wire.tool_formats import TaggedCall
 
@@ -137,7 +138,8 @@ def _string_problem(inner: Mapping[str, Any], root: Mapping[str, Any], ends: Seq
         return f"with {min(others)}, which cannot be enforced for a string in the model's format"
     if any(isinstance(schema.get(key), list) and not all(map(_is_plain, schema[key])) for key in ("anyOf", "oneOf")):
         return "with alternatives, which cannot be enforced for a string in the model's format"
-    if any(type(schema[key]) is not int or schema[key] < 0 for key in ("minLength", "maxLength") if key in schema):
+    lengths = [whole(schema[key]) for key in ("minLength", "maxLength") if key in schema]
+    if any(type(length) is not int or length < 0 for length in lengths):
         return "with a length that is not an integer"
     ended = any(end in value for value in _values(schema) or [] for end in ends)
     return "with a value that the model's format cannot hold" if ended else ""
@@ -189,7 +191,7 @@ class TaggedRules:
         if (values := _values(found)) is not None:
             yield f"{rule}: ({' | '.join(lark_string(value) for value in values)}) {closing}"
             return
-        least, most = found.get("minLength", 0), found.get("maxLength", "")
+        least, most = whole(found.get("minLength", 0)), whole(found.get("maxLength", ""))
         yield from self._text(rule, "(.|\\n)*" if (least, most) == (0, "") else f"(.|\\n){{{least},{most}}}")
 
     def _text(self, rule: str, pattern: str) -> Iterator[str]:

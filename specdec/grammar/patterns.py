@@ -35,6 +35,10 @@ class UnreadableError(ValueError):
     """An expression cannot be parsed here: it is not valid in ECMA-262, or uses Unicode classes."""
 
 
+class InvalidPatternError(UnreadableError):
+    """An expression is not valid in any syntax."""
+
+
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Return the set of all characters of these ranges."""
     found: list[tuple[int, int]] = []
@@ -135,7 +139,7 @@ class PatternReader:
         no grammar can follow."""
         found = self._choice()
         if self._at < len(self._text):
-            raise UnreadableError("has an unmatched closing parenthesis")
+            raise InvalidPatternError("has an unmatched closing parenthesis")
         return found
 
     def _peek(self) -> str:
@@ -169,7 +173,8 @@ class PatternReader:
             case "\\":
                 return CharacterClass(self._escape(in_class=False))
             case "*" | "+" | "?":
-                raise UnreadableError("repeats nothing")
+                is_first = self._text[: self._at][-1:] in ("", "(", "|")  # some syntaxes allow a**
+                raise (InvalidPatternError if is_first else UnreadableError)("repeats nothing")
         self._at += 1
         match character:
             case "^" | "$":
@@ -193,7 +198,7 @@ class PatternReader:
         inner = self._choice()
         self._depth -= 1
         if self._peek() != ")":
-            raise UnreadableError("lacks a closing parenthesis")
+            raise InvalidPatternError("lacks a closing parenthesis")
         self._at += 1
         return LookAhead(inner, kind == "?!") if kind in ("?=", "?!") else inner
 
@@ -204,13 +209,13 @@ class PatternReader:
         found: list[tuple[int, int]] = []
         while (character := self._peek()) != "]":
             if not character:
-                raise UnreadableError("lacks a closing bracket")
+                raise InvalidPatternError("lacks a closing bracket")
             low = self._member()
             if self._peek() == "-" and self._text[self._at + 1 : self._at + 2] not in ("]", ""):
                 self._at += 1
                 high = self._member()
                 if any(len(end) > 1 or end[0][0] != end[0][1] for end in (low, high)) or low[0][0] > high[0][0]:
-                    raise UnreadableError("has an invalid range")
+                    raise InvalidPatternError("has an invalid range")
                 low = ((low[0][0], high[0][1]),)
             found += low
         self._at += 1
@@ -260,7 +265,7 @@ def _times(found: re.Match[str]) -> tuple[int, int | None]:
     if not comma:
         return int(least), int(least)
     if most is not None and int(most) < int(least):
-        raise UnreadableError("has a maximum below its minimum")
+        raise InvalidPatternError("has a maximum below its minimum")
     return int(least), None if most is None else int(most)
 
 

@@ -75,7 +75,14 @@ SHARED = "oneOf: cannot be enforced: two of its parts may allow the same value"
         ({"anyOf": [{"required": "a"}]}, '/anyOf/0/required: is "a", must be a list of names'),
         ({"properties": {"a": {"enum": "b"}}}, '/properties/a/enum: is "b", must be a list'),
         ({"properties": {"a": {"minimum": "5"}}}, '/properties/a/minimum: is "5", must be a number'),
-        ({"properties": {"a": {"maxLength": -1}}}, "/properties/a/maxLength: must be a number, at least 0"),
+        ({"properties": {"a": {"maxLength": -1}}}, "/properties/a/maxLength: must be a whole number, at least 0"),
+        ({"items": {"minLength": 1.5}}, "/items/minLength: must be a whole number, at least 0"),
+        ({"not": {"minLength": 1.5}}, "/not/minLength: must be a whole number, at least 0"),
+        ({"items": {"multipleOf": 0}}, "/items/multipleOf: must be a number above 0"),
+        ({"items": {"pattern": "("}}, "/items/pattern: cannot be enforced: it lacks a closing parenthesis"),
+        ({"items": {"pattern": "*.txt"}}, "/items/pattern: cannot be enforced: it repeats nothing"),
+        ({"anyOf": [{"pattern": "[z-a]"}]}, "/anyOf/0/pattern: cannot be enforced: it has an invalid range"),
+        ({"patternProperties": {"a{2,1}": {}}}, "/patternProperties/a{2,1}: cannot be enforced: it has a maximum"),
         ({"$defs": {"a": {"pattern": 5}}, "items": {"$ref": "#/$defs/a"}}, "/$defs/a/pattern: must be text"),
         ({"propertyNames": {"format": "email"}}, "/propertyNames/format: cannot be enforced for names: use pattern"),
         (
@@ -160,6 +167,25 @@ def test_large_schemas_end_in_time(schema: dict[str, Any]) -> None:
 def test_parts_that_share_a_value_may_be_coerced() -> None:
     schema = {"x-guidance": {"coerce_one_of": True}, "oneOf": [{"type": "integer"}, {"type": "number"}]}
     assert Followed.of_schema(schema).takes_value(1)
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"type": "string", "minLength": 2.0, "maxLength": 3.0}, ["ab", "abc"], ["a", "abcd"]),
+        ({"type": "string", "not": {"minLength": 2.0}}, ["a"], ["ab"]),
+        ({"type": "array", "minItems": 1.0, "maxItems": 2.0}, [[1], [1, 2]], [[], [1, 2, 3]]),
+        ({"type": "array", "contains": True, "minContains": 2.0, "maxContains": 2.0}, [[1, 2]], [[1], [1, 2, 3]]),
+        ({"type": "object", "maxProperties": 1.0, "minProperties": 1.0}, [{"a": 1}], [{}, {"a": 1, "b": 2}]),
+        ({"type": "object", "propertyNames": {"minLength": 2.0}}, [{"ab": 1}], [{"a": 1}]),
+    ],
+    ids=json.dumps,
+)
+def test_a_size_may_be_written_with_a_fraction(schema: dict[str, Any], valid: list[Any], invalid: list[Any]) -> None:
+    """JSON Schema counts 2.0 as a whole number."""
+    followed = Followed.of_schema(schema)
+    assert [value for value in valid if not followed.takes_value(value)] == []
+    assert [value for value in invalid if followed.takes_value(value)] == []
 
 
 LENIENT = {"x-guidance": {"lenient": True}}

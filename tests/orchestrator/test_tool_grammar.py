@@ -231,6 +231,13 @@ def test_schemas_that_tagged_calls_cannot_be_held_to(
     assert tool_violations(chat({"f": {"type": "object", **schema}}), model) == []
 
 
+def test_a_length_may_be_written_with_a_fraction(source: Path, tmp_path: Path) -> None:
+    model = model_of(source, tmp_path / "m", TEMPLATES[QWEN_CODER])
+    bounded = {"type": "object", "properties": {"a": {"type": "string", "minLength": 1.0, "maxLength": 2.0}}}
+    follower = Follower(model, tmp_path / "m", chat({"f": bounded}, tool_required=True))
+    assert [text for text in ("", "ab", "abc") if follower.takes(written(QWEN_CODER, [("f", {"a": text})]))] == ["ab"]
+
+
 def test_a_named_tool_is_forced_beside_tools_that_cannot_be(source: Path, tmp_path: Path) -> None:
     model = model_of(source, tmp_path / "m", TEMPLATES[QWEN_CODER])
     schemas = SCHEMAS | {

@@ -18,7 +18,7 @@ from specdec.grammar.json_schema.numbers import is_exact
 from specdec.grammar.json_schema.references import Document
 from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter, refused
 from specdec.grammar.json_schema.schemas import Schema, any_of
-from specdec.grammar.json_schema.values import is_at_most, is_number
+from specdec.grammar.json_schema.values import is_at_most, is_number, whole
 
 MAX_CONTAINING = 16
 """Maximum position of the item that matches `contains`: the grammar has an alternative for each position."""
@@ -52,7 +52,7 @@ def rewrite_array(rewriter: Rewriter, part: Rewrite) -> None:
         items = source["unevaluatedItems"]
     if items is not None:
         part.keywords["items"] = rewriter.schema(items, f"{place}/items")
-    part.keywords.update({key: source[key] for key in ("minItems", "maxItems") if key in source})
+    part.keywords.update({key: whole(source[key]) for key in ("minItems", "maxItems") if key in source})
     if "contains" in source:
         _rewrite_contains(rewriter, part)
     if source.get("uniqueItems") is True and not is_at_most(source.get("maxItems"), 1):
@@ -62,7 +62,7 @@ def rewrite_array(rewriter: Rewriter, part: Rewrite) -> None:
 def _rewrite_contains(rewriter: Rewriter, part: Rewrite) -> None:
     source, place, keywords = part.source, part.place, part.keywords
     wanted, items = source["contains"], keywords.get("prefixItems") or source.get("items", True)
-    least, most = source.get("minContains", 1), source.get("maxContains")
+    least, most = whole(source.get("minContains", 1)), whole(source.get("maxContains"))
     rewriter.count(place, len(repr(wanted)) + len(repr(items)))
     if wanted in (True, {}) or json.dumps(wanted) == json.dumps(items):  # every item matches
         if is_number(least) and is_number(keywords.get("minItems", 0)):

@@ -13,8 +13,9 @@ from specdec.grammar.grammar import GrammarError
 from specdec.grammar.json_schema.numbers import BOUNDS, inexact, rewritten_bound
 from specdec.grammar.json_schema.rewriter import Rewriter
 from specdec.grammar.json_schema.schemas import Schema, any_of, both
+from specdec.grammar.json_schema.shapes import check_shapes
 from specdec.grammar.json_schema.strings import FORMAT_PATTERNS, LIBRARY_FORMATS
-from specdec.grammar.json_schema.values import are_texts, is_number, is_one_of, pointer_part
+from specdec.grammar.json_schema.values import are_texts, is_number, is_one_of, pointer_part, whole
 from specdec.grammar.patterns import PatternError, UnreadableError
 
 OTHER_TYPES = ("null", "boolean", "string", "array", "object")
@@ -48,6 +49,7 @@ def negation(rewriter: Rewriter, schema: Schema, place: str) -> Schema:
         return not schema
     if not isinstance(schema, dict):
         raise GrammarError(f"{place}: must be an object, true or false")
+    check_shapes(schema, place)
     with rewriter.level(place):
         ways: list[Schema] = []
         for key, value in schema.items():
@@ -78,11 +80,11 @@ def _ways_out(rewriter: Rewriter, key: str, value: Any, schema: Mapping[str, Any
                 raise _without_opposite(place, f": it {error}") from None
             return [{"type": "string", "allOf": [{"pattern": text} for text in texts]}]
         case "minLength" | "minItems" | "minProperties" if is_number(value):
-            return [{"type": TYPE_OF[key[3:]], f"max{key[3:]}": value - 1}] if value > 0 else []
+            return [{"type": TYPE_OF[key[3:]], f"max{key[3:]}": whole(value) - 1}] if value > 0 else []
         case "maxProperties" if is_number(value) and value > 0:
             raise _without_opposite(place, ": a name may be repeated")
         case "maxLength" | "maxItems" | "maxProperties" if is_number(value):
-            return [{"type": TYPE_OF[key[3:]], f"min{key[3:]}": value + 1}]
+            return [{"type": TYPE_OF[key[3:]], f"min{key[3:]}": whole(value) + 1}]
         case "minimum" | "exclusiveMinimum" | "maximum" | "exclusiveMaximum" if is_number(value):
             bound, _ = BOUNDS[key]
             return [{"type": "number", bound: rewritten_bound(rewriter, bound, value, place)}]

@@ -12,7 +12,7 @@ from specdec.grammar.grammar import GrammarError
 from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter
 from specdec.grammar.json_schema.schemas import Schema, both
 from specdec.grammar.json_schema.strings import FORMAT_PATTERNS, LIBRARY_FORMATS, name_pattern
-from specdec.grammar.json_schema.values import is_one_of, list_of
+from specdec.grammar.json_schema.values import is_one_of, list_of, whole
 from specdec.grammar.patterns import EVERY, PatternError, UnreadableError
 
 
@@ -103,8 +103,8 @@ def _names_language(rewriter: Rewriter, schema: Schema, place: str) -> int:
                 parts.append(languages.union(map(languages.literal, strings)))
             case "pattern" if isinstance(value, str):
                 parts.append(languages.of_pattern(value))
-            case "minLength" | "maxLength" if type(value) is int and value >= 0:
-                times = (value, None) if key == "minLength" else (0, value)
+            case "minLength" | "maxLength" if type(size := whole(value)) is int and size >= 0:
+                times = (size, None) if key == "minLength" else (0, size)
                 parts.append(languages.repetition(languages.characters(EVERY), *times))
             case "format" if is_one_of(value, FORMAT_PATTERNS):
                 parts.append(languages.of_pattern(FORMAT_PATTERNS[value]))

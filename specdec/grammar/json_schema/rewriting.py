@@ -18,7 +18,7 @@ from specdec.grammar.json_schema.shapes import TYPES, check_shapes
 from specdec.grammar.json_schema.spelled_names import SpelledNames
 from specdec.grammar.json_schema.strings import rewrite_string
 from specdec.grammar.json_schema.text_check import TextCheck
-from specdec.grammar.json_schema.values import list_of, object_of
+from specdec.grammar.json_schema.values import list_of, object_of, whole
 from specdec.grammar.patterns import PatternError
 
 MAX_COMBINATIONS = 32
@@ -130,7 +130,7 @@ class _SchemaRewriter(Rewriter):
                 return schema
             raise GrammarError(f"{place or '/'}: must be an object, true or false")
         check_shapes(schema, place)
-        part = Rewrite(schema, place, {key: schema[key] for key in COPIED if key in schema})
+        part = Rewrite(schema, place, {key: whole(schema[key]) for key in COPIED if key in schema})
         rewrite_listed_values(self, part)
         rewrite_bounds(self, part)
         rewrite_string(self, part)

@@ -11,6 +11,7 @@ from specdec.grammar.json_schema.values import are_texts, is_number
 
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 NUMBERS = ("integer", "number")
+SIZE = "a whole number, at least 0"
 MAX_SHOWN_CHARACTERS = 40
 
 
@@ -44,7 +45,7 @@ def _are_types(value: Any) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    return is_number(value) and value >= 0
+    return is_number(value) and value >= 0 and (isinstance(value, int) or value.is_integer())
 
 
 def _is_bound(value: Any) -> bool:
@@ -63,12 +64,11 @@ SHAPES: Mapping[str, Shape] = {
     **_each(Shape(lambda value: isinstance(value, dict), "an object", ("object",)), "properties", "patternProperties"),
     **_each(Shape(lambda value: isinstance(value, list), "a list"), "allOf", "anyOf", "enum", "oneOf"),
     **_each(Shape(_is_bound, "a number", NUMBERS), "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"),
-    "multipleOf": Shape(is_number, "a number", NUMBERS),
-    **_each(
-        Shape(_is_size, "a number, at least 0"), "maxItems", "minItems"
-    ),  # for every type, since `contains` reads them
-    **_each(Shape(_is_size, "a number, at least 0", ("object",)), "maxProperties", "minProperties"),
-    **_each(Shape(_is_size, "a number, at least 0", ("string",)), "maxLength", "minLength"),
+    "multipleOf": Shape(lambda value: is_number(value) and value > 0, "a number above 0", NUMBERS),
+    **_each(Shape(_is_size, SIZE), "maxItems", "minItems"),  # for every type, since `contains` reads them
+    **_each(Shape(_is_size, SIZE, ("array",)), "maxContains", "minContains"),
+    **_each(Shape(_is_size, SIZE, ("object",)), "maxProperties", "minProperties"),
+    **_each(Shape(_is_size, SIZE, ("string",)), "maxLength", "minLength"),
 }
 """`type` comes first, since it decides which of the others apply. Keywords not listed here are checked where they are
 rewritten."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter, refused
 from specdec.grammar.json_schema.values import is_one_of
-from specdec.grammar.patterns import PatternError, PatternTooLargeError, UnreadableError
+from specdec.grammar.patterns import InvalidPatternError, PatternError, PatternTooLargeError, UnreadableError
 
 LIBRARY_FORMATS = frozenset(["duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"])
 """Formats of strings that llguidance enforces."""
@@ -65,6 +65,8 @@ def _rewritten(rewriter: Rewriter, pattern: str, place: str, key: str, spelt: Ca
     rewriter.count(place, len(pattern))
     try:
         return spelt(rewriter.languages.of_pattern(pattern))
+    except InvalidPatternError as error:
+        raise refused(place, key, f"it {error}") from None
     except UnreadableError:
         return [pattern]
     except PatternError as error:

@@ -53,6 +53,12 @@ def object_of(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def whole(value: Any) -> Any:
+    """Return a whole number as an integer, which llguidance requires of sizes: JSON Schema also allows 2.0. Return any
+    other value as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def pointer_part(key: str) -> str:
     """Return a key as part of a JSON pointer, cut to the length that an error can show."""
     return key.replace("~", "~0").replace("/", "~1")[:40]
