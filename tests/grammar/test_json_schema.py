@@ -367,6 +367,21 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{"a": 1}, {"a": "x"}],
         [{"a": 1.5}, {}, None],
     ),
+    "as many properties as a closed object may have": (
+        {"type": "object", "properties": {"a": {}, "b": {}}, "additionalProperties": False, "maxProperties": 2},
+        [{}, {"a": 1}, {"a": 1, "b": 2}],
+        [{"c": 1}],
+    ),
+    "a maximum beside conditions": (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}},
+            "anyOf": [{"required": ["a"]}, {"properties": {"a": False}}],
+            "maxProperties": 1,
+        },
+        [{}, {"a": 1}, {"b": 1}],
+        [{"a": 1, "b": 1}],
+    ),
     "anchors and ids": (
         {
             "$id": "https://example.com/root.json",

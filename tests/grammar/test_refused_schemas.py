@@ -78,6 +78,10 @@ SHARED = "oneOf: cannot be enforced: two of its parts may allow the same value"
         ({"properties": {"a": {"maxLength": -1}}}, "/properties/a/maxLength: must be a whole number, at least 0"),
         ({"items": {"minLength": 1.5}}, "/items/minLength: must be a whole number, at least 0"),
         ({"not": {"minLength": 1.5}}, "/not/minLength: must be a whole number, at least 0"),
+        (
+            {"items": {"properties": {"a": {}, "b": {}}, "required": ["a"], "maxProperties": 2}},
+            '/items/maxProperties: cannot be enforced: the property "b" is optional',
+        ),
         ({"items": {"multipleOf": 0}}, "/items/multipleOf: must be a number above 0"),
         ({"items": {"pattern": "("}}, "/items/pattern: cannot be enforced: it lacks a closing parenthesis"),
         ({"items": {"pattern": "*.txt"}}, "/items/pattern: cannot be enforced: it repeats nothing"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from specdec.grammar.grammar import GrammarError
 from specdec.grammar.json_schema.property_names import rewrite_property_names
@@ -11,6 +13,11 @@ from specdec.grammar.json_schema.schemas import Schema, both
 from specdec.grammar.json_schema.spelled_names import CONTROL
 from specdec.grammar.json_schema.strings import name_pattern
 from specdec.grammar.json_schema.values import are_objects, are_texts, list_of, object_of, pointer_part
+
+DECIDING = frozenset(
+    ["anyOf", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "not", "oneOf", "then"]
+)
+"""Keywords that may require or exclude properties for some objects."""
 
 
 def rewrite_object(rewriter: Rewriter, part: Rewrite) -> None:
@@ -38,6 +45,30 @@ def rewrite_object(rewriter: Rewriter, part: Rewrite) -> None:
     for key in ("dependencies", "dependentRequired", "dependentSchemas"):
         _rewrite_dependencies(rewriter, part, key)
     _check_minimum(rewriter, part)
+    _check_maximum(rewriter, part)
+
+
+class _Names(NamedTuple):
+    """The names that an object may or must have by a schema, and by those that always apply with it."""
+
+    properties: set[str]
+    required: set[str]
+    patterns: bool
+    closed: bool  # without names other than `properties`
+
+    @property
+    def optional(self) -> set[str]:
+        return self.properties - self.required
+
+
+def _names(rewriter: Rewriter, part: Rewrite) -> _Names:
+    properties, required, patterns, closed = set[str](), set[str](), False, False
+    for schema in (part.keywords, *_applying(rewriter, part.source, part.place)):
+        required |= {name for name in list_of(schema.get("required")) if isinstance(name, str)}
+        properties |= object_of(schema.get("properties")).keys()
+        patterns |= bool(named := object_of(schema.get("patternProperties")))
+        closed |= schema.get("additionalProperties") is False and not named
+    return _Names(properties, required, patterns, closed)
 
 
 def _check_minimum(rewriter: Rewriter, part: Rewrite) -> None:
@@ -47,24 +78,36 @@ def _check_minimum(rewriter: Rewriter, part: Rewrite) -> None:
     if "minProperties" not in source or "object" not in source.get("type", "object"):
         part.keywords.pop("minProperties", None)
         return
-    properties, required, patterns, closed = set[str](), set[str](), False, False
-    for schema in (part.keywords, *_applying(rewriter, source, place)):
-        required |= {name for name in list_of(schema.get("required")) if isinstance(name, str)}
-        properties |= object_of(schema.get("properties")).keys()
-        patterns |= bool(named := object_of(schema.get("patternProperties")))
-        closed |= schema.get("additionalProperties") is False and not named
+    names = _names(rewriter, part)
+    required, least = names.required, source["minProperties"]
     # Without properties or patterns, a required name has several spellings (`spelled_names`): each would count.
-    can_repeat = (required and not (properties or patterns)) or any(map(CONTROL.search, required))
-    least, optional = source["minProperties"], not properties <= required
+    can_repeat = (required and not (names.properties or names.patterns)) or any(map(CONTROL.search, required))
     if least <= len(required):
         del part.keywords["minProperties"]
-    elif optional or not (closed or least <= len(required) + (not can_repeat)):
+    elif names.optional or not (names.closed or least <= len(required) + (not can_repeat)):
         if not rewriter.checks:
-            why = "some properties are optional" if optional else "a name may be repeated"
+            why = "some properties are optional" if names.optional else "a name may be repeated"
             raise refused(place, "minProperties", f"{why}; list {least:g} required properties")
         rewriter.unenforced[id(source), "minProperties"] = place
-        if optional:
+        if names.optional:
             del part.keywords["minProperties"]
+
+
+def _check_maximum(rewriter: Rewriter, part: Rewrite) -> None:
+    """Drop `maxProperties` if the schema has no more names. Refuse it beside optional properties, as llguidance does
+    without the place, unless another schema decides which properties there are."""
+    source = part.source
+    if "maxProperties" not in source or "object" not in source.get("type", "object"):
+        part.keywords.pop("maxProperties", None)
+        return
+    names, own = _names(rewriter, part), object_of(part.keywords.get("properties"))
+    if names.closed and len(names.properties) <= source["maxProperties"]:
+        del part.keywords["maxProperties"]
+        return
+    optional = [name for name, inner in own.items() if name in names.optional and inner is not False]
+    if optional and not DECIDING & source.keys():
+        shown = json.dumps(optional[0])[:80]
+        raise refused(part.place, "maxProperties", f"the property {shown} is optional; list it in required")
 
 
 def _applying(rewriter: Rewriter, schema: Schema, place: str) -> Iterator[Schema]:
