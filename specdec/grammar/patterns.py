@@ -214,7 +214,9 @@ class PatternReader:
             if self._peek() == "-" and self._text[self._at + 1 : self._at + 2] not in ("]", ""):
                 self._at += 1
                 high = self._member()
-                if any(len(end) > 1 or end[0][0] != end[0][1] for end in (low, high)) or low[0][0] > high[0][0]:
+                if any(len(end) > 1 or end[0][0] != end[0][1] for end in (low, high)):
+                    raise UnreadableError("has a class at the end of a range")  # valid without JavaScript's flag `u`
+                if low[0][0] > high[0][0]:
                     raise InvalidPatternError("has an invalid range")
                 low = ((low[0][0], high[0][1]),)
             found += low

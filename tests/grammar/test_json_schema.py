@@ -38,6 +38,12 @@ TREE = {
     "$ref": "#/$defs/Node",
 }
 
+
+def closed_object(*names: str) -> dict[str, Any]:
+    properties = {name: {"type": "integer"} for name in names}
+    return {"type": "object", "properties": properties, "required": [*names], "additionalProperties": False}
+
+
 SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "zod record": (
         {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "boolean"}},
@@ -367,6 +373,34 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{"a": 1}, {"a": "x"}],
         [{"a": 1.5}, {}, None],
     ),
+    "oneOf of parts that the schema around them completes": (
+        {
+            "type": "object",
+            "properties": {"k": {"type": "string"}},
+            "required": ["k"],
+            "oneOf": [{"properties": {"k": {"const": name}}} for name in ("a", "b")],
+        },
+        [{"k": "a"}, {"k": "b"}],
+        [{"k": "c"}, {}, "a"],
+    ),
+    "oneOf within allOf": (
+        {
+            "type": "object",
+            "allOf": [{"oneOf": [{"properties": {"k": {"const": name}}, "required": ["k"]} for name in ("a", "b")]}],
+        },
+        [{"k": "a"}, {"k": "b"}],
+        [{"k": "c"}, {}],
+    ),
+    "oneOf of a type and all others": (
+        {"oneOf": [{"not": {"type": "string"}}, {"type": "string"}]},
+        ["a", 1, None],
+        [],
+    ),
+    "at most one of some properties": (
+        {"type": "object", "properties": {"a": {}, "b": {}}, "additionalProperties": False, "maxProperties": 1},
+        [{}, {"a": 1}, {"b": 1}],
+        [{"a": 1, "b": 1}, {"c": 1}],
+    ),
     "as many properties as a closed object may have": (
         {"type": "object", "properties": {"a": {}, "b": {}}, "additionalProperties": False, "maxProperties": 2},
         [{}, {"a": 1}, {"a": 1, "b": 2}],
@@ -381,6 +415,18 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         },
         [{}, {"a": 1}, {"b": 1}],
         [{"a": 1, "b": 1}],
+    ),
+    "oneOf of objects that exclude each other's property": (
+        {
+            "oneOf": [
+                {"enum": ["a"]},
+                {"anyOf": [closed_object("a"), closed_object("b", "c")]},
+                closed_object("c"),
+                {"type": "object", "required": ["d"]},
+            ]
+        },
+        ["a", {"a": 1}, {"b": 1, "c": 2}, {"c": 1}, {"d": 1}, {"d": 1, "a": 1}],
+        [{}, {"b": 1}, {"a": 1, "c": 1}, "b"],
     ),
     "anchors and ids": (
         {

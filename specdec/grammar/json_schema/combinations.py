@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.grammar.json_schema.negation import negation
 from specdec.grammar.json_schema.one_of import distinguishing
-from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter, refused
+from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter
 from specdec.grammar.json_schema.schemas import Schema, alternatives, any_of, both
 from specdec.grammar.json_schema.values import list_of, object_of
 
@@ -39,15 +39,13 @@ def rewrite_combinations(rewriter: Rewriter, part: Rewrite) -> None:
 
 def _rewrite_one_of(rewriter: Rewriter, part: Rewrite) -> None:
     """Rewrite `oneOf` as the union of its parts, which must share no value. A property that alone distinguishes them
-    becomes required."""
+    becomes required. Where this cannot be seen here, llguidance compares the parts; it follows no references."""
     parts, place = list_of(part.source["oneOf"]), f"{part.place}/oneOf"
     ways = [rewriter.schema(way, f"{place}/{n}") for n, way in enumerate(parts)]
-    name = distinguishing(rewriter, parts, place)
-    if name is None:
-        if rewriter.guidance.get("coerce_one_of") is not True:
-            why = "two of its parts may allow the same value: give them different types, or a property in each part"
-            raise refused(part.place, "oneOf", f"{why} with values of its own")
-        name = ""
+    name = distinguishing(rewriter, parts, place, part.source)
+    if name is None and rewriter.guidance.get("coerce_one_of") is not True:
+        part.keywords["oneOf"] = ways
+        return
     found = any_of([both(way, {"required": [name]}) for way in ways] if name else ways)
     if isinstance(found, bool) or "anyOf" in part.keywords:
         part.conditions.append(found)

@@ -95,7 +95,8 @@ def _check_minimum(rewriter: Rewriter, part: Rewrite) -> None:
 
 def _check_maximum(rewriter: Rewriter, part: Rewrite) -> None:
     """Drop `maxProperties` if the schema has no more names. Refuse it beside optional properties, as llguidance does
-    without the place, unless another schema decides which properties there are."""
+    without the place, unless another schema decides which properties there are. llguidance enforces a maximum of 1 if
+    all names are optional and known."""
     source = part.source
     if "maxProperties" not in source or "object" not in source.get("type", "object"):
         part.keywords.pop("maxProperties", None)
@@ -103,6 +104,8 @@ def _check_maximum(rewriter: Rewriter, part: Rewrite) -> None:
     names, own = _names(rewriter, part), object_of(part.keywords.get("properties"))
     if names.closed and len(names.properties) <= source["maxProperties"]:
         del part.keywords["maxProperties"]
+        return
+    if source["maxProperties"] == 1 and names.closed and not names.required:
         return
     optional = [name for name, inner in own.items() if name in names.optional and inner is not False]
     if optional and not DECIDING & source.keys():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 from specdec.grammar.json_schema.rewriter import Rewriter, place_of_target
@@ -19,6 +20,9 @@ MAX_DEPTH = 8
 MAX_PROPERTY_DEPTH = 3
 """Maximum nesting of the properties that are compared."""
 
+MAX_WAYS = 16
+"""Maximum alternatives within a part that are compared one by one."""
+
 Listed = frozenset[Any] | None
 """The values of one type that a schema allows; None for all of them."""
 
@@ -30,36 +34,53 @@ class _Values:
     types: Mapping[str, Listed]  # integers are numbers
     properties: Mapping[str, Sequence[tuple[Schema, str]]] = field(default_factory=dict)  # with their places
     required: frozenset[str] = frozenset()
+    closed: tuple[Collection[str], ...] = ()  # each excludes all other names
+    ways: tuple[_Values, ...] = ()  # alternatives for objects, if they are known
 
     def __and__(self, other: _Values) -> _Values:
         names = [*self.properties, *(name for name in other.properties if name not in self.properties)]
+        several = (self.ways or other.ways) and len(self.of_objects) * len(other.of_objects) <= MAX_WAYS
         return _Values(
             {kind: _both(listed, other.types[kind]) for kind, listed in self.types.items() if kind in other.types},
             {name: [*self.properties.get(name, ()), *other.properties.get(name, ())] for name in names},
             self.required | other.required,
+            self.closed + other.closed,
+            tuple(one & two for one in self.of_objects for two in other.of_objects) if several else (),
         )
 
     def __or__(self, other: _Values) -> _Values:
-        return _Values(
-            {kind: _either(self.types, other.types, kind) for kind in {**self.types, **other.types}},
-            required=self.required & other.required,
-        )
+        types = {kind: _either(self.types, other.types, kind) for kind in {**self.types, **other.types}}
+        ways = [way for found in (self, other) if "object" in found.types for way in found.of_objects]
+        if len(ways) == 1:
+            return replace(ways[0], types=types)
+        known = tuple(ways) if len(ways) <= MAX_WAYS else ()
+        return _Values(types, required=self.required & other.required, ways=known)
+
+    @property
+    def of_objects(self) -> tuple[_Values, ...]:
+        return self.ways or (self,)
 
     @property
     def is_listed(self) -> bool:
         return None not in self.types.values()
+
+    def excludes(self, name: str) -> bool:
+        """Return whether no object has this property."""
+        return any(name not in names for names in self.closed)
 
 
 ANY = _Values({kind: None for kind in TYPES if kind != "integer"})
 NOTHING = _Values({})
 
 
-def distinguishing(rewriter: Rewriter, parts: Sequence[Schema], place: str) -> str | None:
-    """Return the property whose presence in an object makes certain that no value matches two of these parts; "" if
-    this is certain without it, and None if it is not certain.
+def distinguishing(rewriter: Rewriter, parts: Sequence[Schema], place: str, whole: Mapping[str, Any]) -> str | None:
+    """Return the property whose presence in an object makes certain that no value matches two of these parts of a whole
+    schema; "" if this is certain without it, and None if it is not certain.
 
     Schema generators do not list a discriminator as required if it has a default, although it is always serialised."""
-    return _distinguishing(rewriter, [_values(rewriter, part, f"{place}/{n}") for n, part in enumerate(parts)], 0)
+    beside = _values(rewriter, {key: value for key, value in whole.items() if key != "oneOf"}, place)
+    found = (_values(rewriter, part, f"{place}/{n}") for n, part in enumerate(parts))
+    return _distinguishing(rewriter, [beside & values for values in found], 0)
 
 
 def _distinguishing(rewriter: Rewriter, parts: Sequence[_Values], depth: int) -> str | None:
@@ -85,34 +106,40 @@ def _property(rewriter: Rewriter, objects: Sequence[_Values], depth: int) -> str
     if _are_apart(rewriter, objects, depth):
         return ""
     for name in objects[0].properties:
-        values = list(_of_property(rewriter, objects, name))
+        values = list(_listed_of(rewriter, objects, name))
         if len(values) == len(objects) and _distinguishing(rewriter, values, depth + 1) == "":
             return name
-    if len(objects) > 2 and all(_are_apart(rewriter, pair, depth) for pair in combinations(objects, 2)):
-        return ""
-    return None
+    rewriter.count("", sum(len(found.of_objects) for found in objects) ** 2)
+    pairs = (ways for pair in combinations(objects, 2) for ways in product(*(found.of_objects for found in pair)))
+    return "" if all(_are_apart(rewriter, pair, depth) for pair in pairs) else None
 
 
 def _are_apart(rewriter: Rewriter, objects: Sequence[_Values], depth: int) -> bool:
-    """Return whether a property that all objects require distinguishes them."""
-    for name in objects[0].properties:
-        if all(name in found.required and name in found.properties for found in objects):
-            values = [_of_all(rewriter, found.properties[name]) for found in objects]
-            if _distinguishing(rewriter, values, depth + 1) == "":
-                return True
+    """Return whether a property that all objects but one require distinguishes them."""
+    needed = Counter(name for found in objects for name in found.required)
+    names = [name for name, number in needed.items() if number >= len(objects) - 1]
+    if len(objects) == 2 and any(found.excludes(name) for name in names for found in objects):
+        return True
+    for name in names:
+        values = [_of_property(rewriter, found, name) for found in objects]
+        if _distinguishing(rewriter, values, depth + 1) == "":
+            return True
     return False
 
 
-def _of_property(rewriter: Rewriter, objects: Sequence[_Values], name: str) -> Iterator[_Values]:
-    """Yield the values of a property in these objects, up to the first that does not list them."""
+def _listed_of(rewriter: Rewriter, objects: Sequence[_Values], name: str) -> Iterator[_Values]:
+    """Yield the values of a property in these objects, up to the first that does not list or even excludes them."""
     for found in objects:
-        values = _of_all(rewriter, found.properties.get(name, ()))
-        if not values.is_listed:
+        values = _of_property(rewriter, found, name)
+        if not values.is_listed or not values.types:  # an object without this property would be lost
             return
         yield values
 
 
-def _of_all(rewriter: Rewriter, schemas: Sequence[tuple[Schema, str]]) -> _Values:
+def _of_property(rewriter: Rewriter, objects: _Values, name: str) -> _Values:
+    if objects.excludes(name):
+        return NOTHING
+    schemas = objects.properties.get(name, ())
     return reduce(_Values.__and__, (_values(rewriter, schema, place) for schema, place in schemas), ANY)
 
 
@@ -127,6 +154,7 @@ def _values(rewriter: Rewriter, schema: Schema, place: str, depth: int = 0) -> _
         _types(schema),
         {name: [(inner, place)] for name, inner in object_of(schema.get("properties")).items()},
         frozenset(filter(_is_text, list_of(schema.get("required")))),
+        (object_of(schema.get("properties")),) if _is_closed(schema) else (),
     )
     if values is not None:
         found &= _Values(_by_type(values))
@@ -140,6 +168,10 @@ def _values(rewriter: Rewriter, schema: Schema, place: str, depth: int = 0) -> _
             ways = (_values(rewriter, part, f"{place}/{key}/{n}", depth + 1) for n, part in enumerate(parts))
             found &= reduce(_Values.__or__, ways)
     return found
+
+
+def _is_closed(schema: Mapping[str, Any]) -> bool:
+    return schema.get("additionalProperties") is False and not schema.get("patternProperties")
 
 
 def _types(schema: Mapping[str, Any]) -> Mapping[str, Listed]:
