@@ -125,8 +125,8 @@ class MessageAnswer:
         finish = part.finish
         sequence = finish.stop or None
         reason = "max_tokens" if part.cut_off else "stop_sequence" if sequence else "end_turn"
-        if reason == "end_turn" and any(block["type"] == "tool_use" for block in self.blocks):
-            reason = "tool_use"
+        if not part.cut_off and any(block["type"] == "tool_use" for block in self.blocks):
+            reason = "tool_use"  # also before a stop sequence: clients run tools only for this reason
         own: Json = {"ignored": list(self._request.ignored)} if self._request.ignored else {}
         self.whole |= {"stop_reason": reason, "stop_sequence": sequence, "usage": _usage_of(finish)}
         self.whole["specdec"] = statistics(finish) | own

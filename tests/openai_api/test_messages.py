@@ -13,10 +13,16 @@ import pytest
 from google.protobuf import json_format
 from google.rpc import code_pb2
 
+from specdec.client.completion import read_chunk
+from specdec.openai_api.anthropic_answer import MessageAnswer
 from specdec.openai_api.anthropic_request import parse_count, parse_messages
 from specdec.openai_api.errors import ApiError
+from specdec.openai_api.parts import CallPart, EndPart
+from specdec.v2 import generation_pb2 as pb
+from specdec.v2.model_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from tests.client.fake_server import TEXT, Act, FakeServer, rich
 from tests.openai_api.front import front
+from tests.openai_api.test_answers import finish_of
 from tests.openai_api.test_reasoning import OPENED
 from tests.openai_api.test_tools import WEATHER
 from tests.stack import stack
@@ -250,6 +256,26 @@ async def test_reasoning_is_a_block_unless_it_is_disabled(reasoning_pair: tuple[
             assert (await stream.get_final_message()).content == found.content
         silent = await client.messages.create(**asked, thinking={"type": "disabled"})
         assert not [block for block in silent.content if block.type == "thinking"]
+
+
+@pytest.mark.parametrize(
+    ("finish", "calls", "reason"),
+    [
+        (pb.Finish(reason=FINISH_REASON_STOP, stop="<|im_end|>"), 1, "tool_use"),
+        (pb.Finish(reason=FINISH_REASON_STOP, stop="<|im_end|>"), 0, "stop_sequence"),
+        (pb.Finish(reason=FINISH_REASON_STOP), 1, "tool_use"),
+        (pb.Finish(reason=FINISH_REASON_STOP), 0, "end_turn"),
+        (pb.Finish(reason=FINISH_REASON_LENGTH), 1, "max_tokens"),
+    ],
+)
+def test_a_message_with_complete_calls_asks_to_run_them(finish: pb.Finish, calls: int, reason: str) -> None:
+    """SDKs run tools only for this reason, although a stop sequence behind the calls ended the text."""
+    answer = MessageAnswer(parse_messages({"model": "m", "max_tokens": 9, "messages": HI, "tools": [TOOL]}), "r")
+    for number in range(calls):
+        list(answer.add(CallPart(f"call{number}", "weather", "{}")))
+    delta, _ = answer.add(EndPart(finish_of(read_chunk(pb.GenerateResponse(finish=finish)))))
+    assert delta["delta"] == {"stop_reason": reason, "stop_sequence": finish.stop or None}
+    assert (answer.whole["stop_reason"], answer.whole["stop_sequence"]) == (reason, finish.stop or None)
 
 
 @pytest.mark.parametrize("system", ["", [], [{"type": "text", "text": ""}]])
