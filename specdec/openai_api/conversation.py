@@ -59,6 +59,16 @@ def conversation(given: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]
     }
 
 
+def append_text(message: dict[str, Any], text: str, joint: str = "") -> None:
+    """Append a text to a message's content, behind `joint` if neither is empty. The content becomes parts, so that many
+    texts take linear time."""
+    if isinstance(content := message["content"], str):
+        message["content"] = [{"type": "text", "text": content}] if content else []
+    parts = message["content"]
+    if text:
+        parts.append({"type": "text", "text": joint + text if parts else text})
+
+
 def tool_schemas(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the functions' argument schemas by name, from a body already converted into a message."""
     functions = [tool["function"] for tool in given.get("tools", [])]

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from specdec.openai_api.conversation import append_text
 from specdec.openai_api.errors import ApiError, refused, renamed, unsupported, wrong
 from specdec.openai_api.fields import (
     CHAT_FIELDS,
@@ -130,6 +131,12 @@ HINTS = dict.fromkeys(CHAT_FIELDS, "is a field of chats") | {
 }
 """Chat fields with another name here, or without a counterpart."""
 
+INSTRUCTIONS = "instructions"
+"""The field with the system message."""
+
+SYSTEM = ("system", "developer")
+"""Roles of system messages."""
+
 TRUNCATIONS = ["auto", "disabled"]
 
 
@@ -205,7 +212,7 @@ class ResponsesReader:
         if it is invalid or unsupported."""
         given, left_out = self.fields, list[str]()
         tools = offered(given.get("tools", []), given.get("tool_choice"), left_out)
-        turns = _Turns(given.get("instructions"))
+        turns = _Turns(given.get(INSTRUCTIONS))
         for number, item in enumerate([*earlier, *self.items][cut:], cut - len(earlier)):
             turns.add(item, "previous_response_id" if number < 0 else f"input[{number}]")
         chat = {name: value for name, value in given.items() if name in SAME}
@@ -255,7 +262,8 @@ def _input_items(given: object) -> list[Json]:
 
 
 class _Turns:
-    """The messages of a chat, built from items. Reasoning and calls belong to an assistant's message."""
+    """The messages of a chat, built from items. Reasoning and calls belong to an assistant's message. Leading system
+    items belong to the message of the instructions: many templates accept one system message only."""
 
     def __init__(self, instructions: object) -> None:
         self.messages: list[Json] = []
@@ -263,10 +271,9 @@ class _Turns:
         self.ignored: list[str] = []  # names of fields without effect
         self._reasoning: list[str] = []  # parts, of the next assistant message
         if instructions is not None and not isinstance(instructions, str):
-            raise wrong("instructions", instructions, "text")
+            raise wrong(INSTRUCTIONS, instructions, "text")
         if instructions:
-            self.messages.append({"role": "system", "content": instructions})
-            self.places.append("instructions")
+            self._append(INSTRUCTIONS, {"role": "system", "content": instructions})
 
     def add(self, item: Json, place: str) -> None:
         self.ignored += [f"{place}.{field}" for field in item if field not in OF_AN_ITEM]
@@ -276,6 +283,9 @@ class _Turns:
                 content = self._content(item.get("content"), f"{place}.content")
                 if role == "assistant":
                     self._assistant(place, content)
+                elif role in SYSTEM and item.get("name") is None and self.places == [INSTRUCTIONS]:
+                    self._reasoning = []
+                    append_text(self.messages[0], content, "\n\n")
                 else:
                     named = {"name": item["name"]} if item.get("name") is not None else {}
                     self._append(place, {"role": role, "content": content, **named})

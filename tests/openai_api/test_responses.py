@@ -156,6 +156,26 @@ def test_items_become_messages() -> None:
     ]
 
 
+def test_leading_system_items_belong_to_the_instructions() -> None:
+    """Codex sends both; many templates refuse or drop a second system message."""
+    parts = [{"type": "input_text", "text": "b"}, {"type": "input_text", "text": "c"}]
+    system: list[Any] = [{"role": "developer", "content": parts}, {"type": "message", "role": "system", "content": "d"}]
+    user = {"role": "user", "content": "hi"}
+    later = [user, system[1]]
+    joined = {"role": "system", "content": "a\n\nbc\n\nd"}
+    turns = [{"role": "user", "content": "hi"}, {"role": "system", "content": "d"}]
+    assert messages_of([*system, *later], instructions="a") == [joined, *turns]
+    separate = [{"role": "system", "content": "bc"}, {"role": "system", "content": "d"}]
+    assert messages_of([*system, *later]) == [*separate, *turns]
+    empty = {"role": "developer", "content": ""}
+    assert messages_of([empty, user], instructions="a") == [{"role": "system", "content": "a"}, turns[0]]
+    request = ResponsesReader({"input": [*system, *later], "instructions": "a"}).request()
+    assert list(request.chat.places) == ["instructions", "input[2]", "input[3]"]
+    with pytest.raises(ApiError) as caught:
+        ResponsesReader({"input": [*system, user, {"role": 5, "content": ""}], "instructions": "a"}).request()
+    assert caught.value.param == "input[3].role"
+
+
 @pytest.mark.parametrize(
     ("fields", "start"),
     [
@@ -546,12 +566,19 @@ def test_copies_of_a_namespaces_description_are_bounded() -> None:
     assert caught.value.param == "tools"
 
 
-def test_reasoning_items_take_linear_time() -> None:
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "reasoning", "encrypted_content": carried("\N{MUSICAL SYMBOL G CLEF}" * 128)},
+        {"role": "developer", "content": "\N{MUSICAL SYMBOL G CLEF}" * 128},
+    ],
+)
+def test_joined_items_take_linear_time(item: Json) -> None:
     """Time that is quadratic in the number of items would grow by 16."""
 
     def seconds(number: int) -> float:
-        item = {"type": "reasoning", "encrypted_content": carried("\N{MUSICAL SYMBOL G CLEF}" * 128)}
-        reader = ResponsesReader({"model": "m", "input": [item] * number + [{"role": "user", "content": "a"}]})
+        items = [item] * number + [{"role": "user", "content": "a"}]
+        reader = ResponsesReader({"model": "m", "instructions": "a", "input": items})
         begin = time.process_time()
         reader.request()
         return time.process_time() - begin
