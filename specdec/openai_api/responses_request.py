@@ -282,7 +282,7 @@ class _Turns:
                 role = item.get("role")
                 content = self._content(item.get("content"), f"{place}.content")
                 if role == "assistant":
-                    self._assistant(place, content)
+                    self._said(place, content)
                 elif role in SYSTEM and item.get("name") is None and self.places == [INSTRUCTIONS]:
                     self._reasoning = []
                     append_text(self.messages[0], content, "\n\n")
@@ -326,9 +326,22 @@ class _Turns:
         self._append(place, {"role": "assistant", "content": content, **reasoning})
         return self.messages[-1]
 
-    def _call(self, place: str, item: Json, arguments: object) -> None:
+    @property
+    def _open(self) -> Json:
+        """The last message if it is an assistant's to which the next item may belong, else an empty one."""
         last = self.messages[-1] if self.messages else {}
-        turn = last if last.get("role") == "assistant" and not self._reasoning else self._assistant(place, "")
+        return last if last.get("role") == "assistant" and not self._reasoning else {}
+
+    def _said(self, place: str, content: str) -> None:
+        """Add an assistant's text. Behind calls it belongs to their message, as in a chat: between a call and its
+        output, templates accept no other message."""
+        if "tool_calls" in (turn := self._open):
+            append_text(turn, content)
+        else:
+            self._assistant(place, content)
+
+    def _call(self, place: str, item: Json, arguments: object) -> None:
+        turn = self._open or self._assistant(place, "")
         function = {"name": function_name(item.get("name"), item.get("namespace")), "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)

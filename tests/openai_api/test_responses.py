@@ -133,18 +133,25 @@ def test_items_become_messages() -> None:
             {"type": "message", "role": "user", "content": "how warm?", "id": "1", "status": "completed"},
             {"type": "reasoning", "id": "2", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
             call,
+            {"role": "assistant", "content": "one moment"},
             {**call, "call_id": "b"},
+            {"role": "assistant", "content": [{"type": "output_text", "text": ", please"}]},
             {"type": "function_call_output", "call_id": "a", "output": "21"},
             {"type": "function_call_output", "call_id": "b", "output": [text]},
             {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "+1"},
             {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
             {"role": "assistant", "content": [{"type": "output_text", "text": "warm", "annotations": []}]},
+            {"role": "assistant", "content": "really"},
+            {**call, "call_id": "d"},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "or?"}]},
+            {"role": "assistant", "content": "cold"},
         ]
     ) == [
         {"role": "system", "content": "xx"},
         {"role": "user", "content": "how warm?"},
         {
             "role": "assistant",
+            "content": "one moment, please",
             "reasoning": "hm",
             "tool_calls": [{"id": each, "name": "weather", "arguments": "{}"} for each in "ab"],
         },
@@ -153,6 +160,12 @@ def test_items_become_messages() -> None:
         {"role": "assistant", "tool_calls": [{"id": "c", "name": "patch", "arguments": '{"input": "+1"}'}]},
         {"role": "tool", "tool_call_id": "c", "content": "done"},
         {"role": "assistant", "content": "warm"},
+        {
+            "role": "assistant",
+            "content": "really",
+            "tool_calls": [{"id": "d", "name": "weather", "arguments": "{}"}],
+        },
+        {"role": "assistant", "content": "cold", "reasoning": "or?"},
     ]
 
 
@@ -571,13 +584,16 @@ def test_copies_of_a_namespaces_description_are_bounded() -> None:
     [
         {"type": "reasoning", "encrypted_content": carried("\N{MUSICAL SYMBOL G CLEF}" * 128)},
         {"role": "developer", "content": "\N{MUSICAL SYMBOL G CLEF}" * 128},
+        {"role": "assistant", "content": "\N{MUSICAL SYMBOL G CLEF}" * 128},
     ],
 )
 def test_joined_items_take_linear_time(item: Json) -> None:
     """Time that is quadratic in the number of items would grow by 16."""
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
 
     def seconds(number: int) -> float:
-        items = [item] * number + [{"role": "user", "content": "a"}]
+        first = [call] if item.get("role") == "assistant" else []
+        items = [*first, *[item] * number, {"role": "user", "content": "a"}]
         reader = ResponsesReader({"model": "m", "instructions": "a", "input": items})
         begin = time.process_time()
         reader.request()
