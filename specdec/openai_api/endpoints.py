@@ -137,7 +137,7 @@ class Responses:
             yield earlier, taken.size + size
 
     async def _chain(self, owner: str, previous: str) -> tuple[list[str], int]:
-        """Return the ids of the responses that a request continues, and their total bytes."""
+        """Return the ids of the responses that a request continues, and the total bytes of their items."""
         if not previous:
             return [], 0
         if self._store is None:

@@ -66,15 +66,17 @@ COMMIT;
 per response. Triggers keep both correct even if a server of an earlier version uses the same file."""
 
 _CHAIN = """
-WITH RECURSIVE chain(id, previous, bytes, number) AS (
-    SELECT id, previous, bytes, 1 FROM responses WHERE id = :id AND caller = :caller AND stored >= :since
+WITH RECURSIVE chain(id, previous, number) AS (
+    SELECT id, previous, 1 FROM responses WHERE id = :id AND caller = :caller AND stored >= :since
     UNION ALL
-    SELECT r.id, r.previous, r.bytes, chain.number + 1 FROM responses r JOIN chain ON r.id = chain.previous
+    SELECT r.id, r.previous, chain.number + 1 FROM responses r JOIN chain ON r.id = chain.previous
     WHERE r.caller = :caller AND r.stored >= :since AND chain.number < :most
 )
-SELECT id, previous, bytes FROM chain ORDER BY number DESC
+SELECT chain.id, chain.previous, LENGTH(r.items) + LENGTH(r.output) FROM chain JOIN responses r ON r.id = chain.id
+ORDER BY chain.number DESC
 """
-"""The responses of a chain, earliest first."""
+"""The responses of a chain, earliest first, each with the bytes of its items, which are ASCII. The rest of a response,
+such as its tools, is not continued."""
 
 Result = TypeVar("Result")
 
@@ -150,8 +152,8 @@ class ResponseStore:
         await self._run(caller, lambda: self._delete(caller, response_id))
 
     async def chain(self, caller: str, response_id: str) -> tuple[list[str], int]:
-        """Return the ids of a response and of all responses that it continues, earliest first, and their total bytes.
-        Raise ApiError if one of them is missing, or if there are more than `MAX_CHAIN`."""
+        """Return the ids of a response and of all responses that it continues, earliest first, and the total bytes of
+        their items. Raise ApiError if one of them is missing, or if there are more than `MAX_CHAIN`."""
         return await self._run(caller, lambda: self._chain(caller, response_id))
 
     async def conversation(self, caller: str, chain: Sequence[str]) -> list[Json]:

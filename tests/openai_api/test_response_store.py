@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from specdec.openai_api.errors import ApiError
+from specdec.openai_api.json_text import encoded
 from specdec.openai_api.response_store import ResponseStore
 
 BEFORE = """
@@ -108,6 +109,19 @@ async def test_servers_share_a_file(tmp_path: Path) -> None:
         items = await one.conversation("a", chain)
         assert items == [{"type": "message", "text": "\ud800"}, "x" * 100, {"role": "user"}, "x" * 100]
         assert size > len(json.dumps(items)) // 2
+
+
+async def test_only_items_count_in_a_chain() -> None:
+    """A response repeats its request's tools and instructions, which a later request does not continue."""
+    with stored() as store:
+        items, previous = [{"role": "user", "content": "é"}], None
+        for number in (1, 2):
+            await store.put("a", items, response(number, previous) | {"tools": ["x" * 10_000]})
+            previous = f"resp_{number}"
+        _, size = await store.chain("a", "resp_2")
+        assert size == 2 * (len(encoded(items, ascii=True)) + len(encoded(["x" * 100])))
+        ((held,),) = store._database.execute("SELECT bytes FROM held")
+        assert held > 20_000  # eviction counts all that is stored
 
 
 async def test_a_store_that_does_not_answer_is_named() -> None:

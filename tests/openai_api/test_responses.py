@@ -506,7 +506,7 @@ async def test_long_conversations_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(endpoints, "MAX_BODY_BYTES", 2000)
     async with fake() as (_, http):
         create: Any = http.client.responses.create
-        first = await create(model="fake", input="x" * 1500)
+        first = await create(model="fake", input="x" * 2000)
         with pytest.raises(openai.BadRequestError, match="must be at most 2000"):
             await create(model="fake", input="y", previous_response_id=first.id)
 
