@@ -97,11 +97,11 @@ def parse_messages(fields: Mapping[str, Any], *, strict: bool = False, counts: b
     return MessagesRequest(parsed.renamed(names, places), listed(ignored, strict=strict))
 
 
-def parse_count(fields: Mapping[str, Any], *, strict: bool = False) -> tuple[TokenizeRequest, tuple[str, ...]]:
-    """Return the message of a request to count tokens, and the names of fields without effect."""
+def parse_count(fields: Mapping[str, Any], *, strict: bool = False) -> tuple[TokenizeRequest, MessagesRequest]:
+    """Return the message of a request to count tokens, and the parsed request."""
     parsed = parse_messages(fields, strict=strict, counts=True)
     message = parsed.chat.message(0)
-    return TokenizeRequest(model=message.model, chat=message.chat), parsed.ignored
+    return TokenizeRequest(model=message.model, chat=message.chat), parsed
 
 
 def _chat_messages(given: Mapping[str, Any], ignored: list[str]) -> tuple[list[Json], list[str]]:

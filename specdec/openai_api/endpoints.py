@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from specdec.openai_api.anthropic_answer import PING, MessageAnswer
-from specdec.openai_api.anthropic_request import NAMES, MessagesRequest, parse_count, parse_messages
+from specdec.openai_api.anthropic_request import MessagesRequest, parse_count, parse_messages
 from specdec.openai_api.bodies import MAX_BODY_BYTES, Bodies
 from specdec.openai_api.errors import ApiError, refused, unsupported, wrong
 from specdec.openai_api.event_stream import COMMENT, EventStream, ignored_header, typed_event_of
@@ -24,7 +24,6 @@ from specdec.openai_api.json_text import Json, as_bytes, encoded
 from specdec.openai_api.parsing import Intake, TakenRequest
 from specdec.openai_api.parts import Part
 from specdec.openai_api.presence import while_present
-from specdec.openai_api.requests import PROMPT_FIELDS
 from specdec.openai_api.response_store import ResponseStore, not_found
 from specdec.openai_api.responses_answer import ResponseAnswer
 from specdec.openai_api.responses_request import ResponsesReader, ResponsesRequest
@@ -243,10 +242,10 @@ class Messages:
 
     async def count_tokens(self, http: Request) -> JSONResponse:
         taken = await self._intake.take(http, parse_count)
-        message, ignored = taken.request
-        tokenized = self._gateway.tokenized(message, {**PROMPT_FIELDS, **NAMES}, taken.caller)
+        message, request = taken.request
+        tokenized = self._gateway.tokenized(message, request.chat.names, taken.caller, request.chat.places)
         count = (await while_present(http.receive, tokenized)).count
-        return JSONResponse({"input_tokens": count}, headers=ignored_header(ignored))
+        return JSONResponse({"input_tokens": count}, headers=ignored_header(request.ignored))
 
 
 def _no_item(index: int, item_id: object) -> ApiError:

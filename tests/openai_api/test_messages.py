@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import anthropic
 import pytest
 from google.protobuf import json_format
-from google.rpc import code_pb2
+from google.rpc import code_pb2, error_details_pb2
 
 from specdec.client.completion import read_chunk
 from specdec.openai_api.anthropic_answer import MessageAnswer
@@ -174,7 +175,29 @@ def test_refusals(fields: dict[str, Any], start: str) -> None:
 
 
 def test_what_a_count_ignores_is_named() -> None:
-    assert parse_count({"model": "m", "messages": HI, "nonsense": 1})[1] == ("nonsense",)
+    assert parse_count({"model": "m", "messages": HI, "nonsense": 1})[1].ignored == ("nonsense",)
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [
+        ("chat.messages[2].content", "messages[1].content"),  # the system prompt is the first message
+        ("chat.tools[0].parameters", "tools[0].input_schema"),
+        ("chat.tool_name", "tool_choice"),
+        ("chat.single_tool_call", "tool_choice.disable_parallel_tool_use"),
+        ("chat.template_arguments", "chat_template_kwargs"),
+    ],
+)
+async def test_an_orchestrators_refusal_has_the_names_of_this_api(field: str, name: str) -> None:
+    violation = error_details_pb2.BadRequest.FieldViolation(field=field, description="is wrong")
+    refusal = rich(code_pb2.INVALID_ARGUMENT, error_details_pb2.BadRequest(field_violations=[violation]))
+    turns = [*HI, {"role": "assistant", "content": "ho"}, *HI]
+    asked: dict[str, Any] = {"model": "fake", "system": "be brief", "messages": turns, "tools": [TOOL]}
+    asked["tool_choice"] = {"type": "tool", "name": "weather"}
+    async with FakeServer(refusal, refusal) as orchestrator, client_of(orchestrator.address) as client:
+        for send in (client.messages.count_tokens(**asked), client.messages.create(**asked, max_tokens=9)):
+            with pytest.raises(anthropic.BadRequestError, match=re.escape(f"{name}: is wrong")):
+                await send
 
 
 @pytest.mark.parametrize("fields", [{"model": 5}, {"messages": []}, {"tools": 5}, {"tools": [{"name": 5}]}])
