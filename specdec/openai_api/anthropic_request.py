@@ -117,8 +117,7 @@ def _chat_messages(given: Mapping[str, Any], ignored: list[str]) -> tuple[list[J
         place = f"messages[{index}]"
         if not isinstance(message, dict):
             raise wrong(place, message, "an object")
-        others = [field for field in message if field not in ("role", "content", "cache_control", "id")]
-        ignored += [f"{place}.{field}" for field in others]
+        ignored += _unknown(message, place, "role", "content", "cache_control", "id")
         content = message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list):
@@ -209,6 +208,11 @@ def _check_fields(block: Mapping[str, Any], place: str, *known: str) -> None:
             raise unsupported(f"{place}.{field}")
 
 
+def _unknown(given: Mapping[str, Any], place: str, *known: str) -> Iterator[str]:
+    """Yield the names of fields that are neither known nor null."""
+    return (f"{place}.{field}" for field, value in given.items() if field not in known and value is not None)
+
+
 def _names_of_tools(number: int) -> dict[str, str]:
     """Return the names of tools in chat errors, mapped to their names in this API."""
     schema = {f"tools[{index}].{field}": f"tools[{index}].input_schema" for index in range(number) for field in SCHEMAS}
@@ -256,8 +260,7 @@ def _thinking(given: Mapping[str, Any], ignored: list[str]) -> Json:
         raise wrong("thinking", thinking, "an object")
     if (kind := thinking.get("type", "enabled")) not in list(THINKING):
         raise wrong("thinking.type", kind, f"one of {', '.join(THINKING)}")
-    others = [field for field, value in thinking.items() if field not in ("type", "display") and value is not None]
-    ignored += [f"thinking.{field}" for field in others]
+    ignored += _unknown(thinking, "thinking", "type", "display")
     return {"include_reasoning": thinking.get("type") != "disabled" and thinking.get("display") != "omitted"}
 
 
@@ -266,7 +269,7 @@ def _output(given: Mapping[str, Any], ignored: list[str]) -> Json:
     config = given.get("output_config", {})
     if not isinstance(config, dict):
         raise wrong("output_config", config, "an object")
-    ignored += [f"output_config.{field}" for field in config if field not in ("format", "effort")]
+    ignored += _unknown(config, "output_config", "format", "effort")
     effort, wanted = config.get("effort"), config.get("format")
     if wanted is None:
         return {"reasoning_effort": effort}

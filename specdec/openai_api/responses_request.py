@@ -7,7 +7,7 @@ and listed in the answer; unsupported ones are refused (`specdec/openai_api/fiel
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -193,7 +193,7 @@ class ResponsesReader:
             given = self.fields.get(field, {})
             if not isinstance(given, dict):
                 raise wrong(field, given, "an object")
-            self.ignored += [f"{field}.{name}" for name in given if name not in known]
+            self.ignored += _unknown(given, field, known)
         if (self.fields.get("text") or {}).get("verbosity", "medium") not in (None, "medium"):
             raise unsupported("text.verbosity")
         if (self.fields.get("stream_options") or {}).get("include_obfuscation"):
@@ -276,7 +276,7 @@ class _Turns:
             self._append(INSTRUCTIONS, {"role": "system", "content": instructions})
 
     def add(self, item: Json, place: str) -> None:
-        self.ignored += [f"{place}.{field}" for field in item if field not in OF_AN_ITEM]
+        self.ignored += _unknown(item, place, OF_AN_ITEM)
         match item.get("type", "message"):
             case "message":
                 role = item.get("role")
@@ -311,9 +311,8 @@ class _Turns:
         if not isinstance(given, list):
             raise wrong(place, given, "text or a list of parts of text")
         texts = [_part(part, f"{place}[{index}]") for index, part in enumerate(given)]
-        self.ignored += [
-            f"{place}[{index}].{field}" for index, part in enumerate(given) for field in part if field not in OF_A_PART
-        ]
+        for index, part in enumerate(given):
+            self.ignored += _unknown(part, f"{place}[{index}]", OF_A_PART)
         return "".join(texts)
 
     def _append(self, place: str, message: Json) -> None:
@@ -345,6 +344,11 @@ class _Turns:
         function = {"name": function_name(item.get("name"), item.get("namespace")), "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
+
+
+def _unknown(given: Json, place: str, known: Collection[str]) -> Iterator[str]:
+    """Yield the names of fields that are neither known nor null."""
+    return (f"{place}.{name}" for name, value in given.items() if name not in known and value is not None)
 
 
 def _part(part: object, place: str) -> str:

@@ -221,6 +221,8 @@ def test_what_is_ignored_is_named() -> None:
     )
     with pytest.raises(ApiError, match="context_management: unknown parameter"):
         parse_messages(fields, strict=True)
+    null = {"messages": [HI[0] | {"name": None}], "output_config": {"tone": None}, "thinking": {"budget_tokens": None}}
+    assert not parse_messages({"model": "m", "max_tokens": 9, **null}, strict=True).ignored
 
 
 async def test_tools_are_called_as_in_a_chat(reasoning_pair: tuple[Path, Path]) -> None:

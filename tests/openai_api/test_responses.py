@@ -281,6 +281,9 @@ def test_unknown_fields_are_ignored_and_named() -> None:
     assert list(ignored) == ["input[0].foo", "input[0].content[0].cache_control"]
     with pytest.raises(ApiError, match=r"input\[0\].foo: unknown parameter"):
         ResponsesReader({"input": [odd]}, strict=True).request()
+    null = {"role": "user", "content": [{"type": "input_text", "text": "a", "cache_control": None}], "phase": None}
+    nested = {"reasoning": {"tone": None}, "text": {"tone": None}}
+    assert not ResponsesReader({"input": [null], **nested}, strict=True).request().ignored
     many = {"input": "a", **{f"x{number}": 1 for number in range(1000)}}
     assert len(ResponsesReader(many).request().ignored) == MAX_IGNORED
 
