@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specdec.openai_api.conversation import append_text
 from specdec.openai_api.errors import ApiError, refused, renamed, unsupported, wrong
 from specdec.openai_api.fields import CHAT_FIELDS, SAMPLING, Unsupported, check_names, listed
 from specdec.openai_api.json_text import Json
@@ -105,8 +106,8 @@ def parse_count(fields: Mapping[str, Any], *, strict: bool = False) -> tuple[Tok
 
 
 def _chat_messages(given: Mapping[str, Any], ignored: list[str]) -> tuple[list[Json], list[str]]:
-    """Return the messages of a chat, and the place of each in the request. Appends the names of ignored fields to
-    `ignored`."""
+    """Return the messages of a chat, and the place in the request where each begins. Appends the names of ignored
+    fields to `ignored`."""
     made: list[tuple[Json, str]] = []
     if system := _text(given.get("system", ""), "system", "\n"):
         made.append(({"role": "system", "content": system}, "system"))
@@ -124,7 +125,11 @@ def _chat_messages(given: Mapping[str, Any], ignored: list[str]) -> tuple[list[J
             raise wrong(f"{place}.content", content, "text or a list of blocks")
         match message.get("role"):
             case "user":
-                made += [(turn, place) for turn in _of_user(blocks, place, ignored)]
+                for turn in _of_user(blocks, place, ignored):
+                    if turn["role"] == "user" and made and made[-1][0]["role"] == "user":
+                        append_text(made[-1][0], turn["content"], "\n\n")  # one turn, as in Anthropic's API
+                    else:
+                        made.append((turn, place))
             case "assistant":
                 made.append((_of_assistant(blocks, place, ignored), place))
             case "system":

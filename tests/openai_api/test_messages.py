@@ -130,6 +130,26 @@ def test_blocks_become_messages() -> None:
     ]
 
 
+def test_neighbouring_texts_of_the_user_are_one_turn() -> None:
+    """Many templates refuse two user turns in a row."""
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "21"}
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "weather"}]}
+    text = {"type": "text", "text": "b"}
+    empty = {"role": "user", "content": ""}
+    turns = [empty, *HI, {"role": "user", "content": [text, text]}, empty, call]
+    turns += [{"role": "user", "content": [result, text]}, *HI, {"role": "user", "content": [result]}, *HI]
+    assert [(turn["role"], turn["content"]) for turn in messages_of(turns) if "tool_calls" not in turn] == [
+        ("user", "hi\n\nbb"),
+        ("tool", "21"),
+        ("user", "b\n\nhi"),
+        ("tool", "21"),
+        ("user", "hi"),
+    ]
+    request = parse_messages({"model": "m", "max_tokens": 9, "system": "s", "messages": turns})
+    told = ["system", *(f"messages[{index}]" for index in (0, 4, 5, 5, 7, 8))]
+    assert list(request.chat.places) == told
+
+
 def test_a_call_that_was_cut_short_may_be_sent_back_as_it_was_streamed() -> None:
     call = {"type": "tool_use", "id": "a", "name": "weather", "input": '{"city": "b'}
     _, turn, _ = messages_of([*HI, {"role": "assistant", "content": [call]}, *HI])
