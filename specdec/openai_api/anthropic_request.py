@@ -13,7 +13,7 @@ from typing import Any
 
 from specdec.openai_api.conversation import append_text
 from specdec.openai_api.errors import ApiError, refused, renamed, unsupported, wrong
-from specdec.openai_api.fields import CHAT_FIELDS, SAMPLING, Unsupported, check_names, listed
+from specdec.openai_api.fields import CHAT_FIELDS, SAMPLING, Unsupported, alike, check_names, listed
 from specdec.openai_api.json_text import Json
 from specdec.openai_api.requests import ParsedRequest, parse_fields
 from specdec.v2.generation_pb2 import TokenizeRequest
@@ -81,6 +81,8 @@ def parse_messages(fields: Mapping[str, Any], *, strict: bool = False, counts: b
     ignored = check_names(given, SAME | READ, hints=HINTS, without_effect=OWN_WITHOUT_EFFECT, others=OWN_UNSUPPORTED)
     if "max_tokens" not in given and not counts:
         raise refused("max_tokens", "is missing")
+    if alike(given.get("max_tokens"), 0):  # valid only with prompt_logprobs
+        raise wrong("max_tokens", 0, "at least 1")
     messages, places = _chat_messages(given, ignored)
     chat = {name: value for name, value in given.items() if name in SAME}
     if (last := messages[-1])["role"] == "assistant" and not last.get("tool_calls"):

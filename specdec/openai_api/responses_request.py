@@ -18,6 +18,7 @@ from specdec.openai_api.fields import (
     SAMPLING,
     WITHOUT_EFFECT,
     Unsupported,
+    alike,
     check_names,
     flag,
     listed,
@@ -186,6 +187,8 @@ class ResponsesReader:
         self.items = _input_items(self.fields.get("input", [] if self.previous else None))
         if (truncation := self.fields.get("truncation", "disabled")) not in TRUNCATIONS:
             raise wrong("truncation", truncation, f"one of {', '.join(TRUNCATIONS)}")
+        if alike(self.fields.get("max_output_tokens"), 0):  # valid only with prompt_logprobs
+            raise wrong("max_output_tokens", 0, "at least 1")
 
     def _read_nested(self) -> None:
         """Refuse wrong values in nested fields that are not read below, and collect the names of ignored ones."""

@@ -161,6 +161,8 @@ def test_a_call_that_was_cut_short_may_be_sent_back_as_it_was_streamed() -> None
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": "9"}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens: is 0, must be at least 1"),
+        ({"max_tokens": -1}, "max_tokens: is -1, must be at least 1"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content[0].type: is missing"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]"),

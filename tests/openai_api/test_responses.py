@@ -205,6 +205,8 @@ def test_leading_system_items_belong_to_the_instructions() -> None:
         ({"include": ["file_search_call.results"]}, "include"),
         ({"instructions": 5}, "instructions"),
         ({"max_output_tokens": "9"}, "max_output_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens: is 0, must be at least 1"),
+        ({"max_output_tokens": -1}, "max_output_tokens: is -1, must be at least 1"),
         ({"max_tokens": 9}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"n": 1}, "n"),
