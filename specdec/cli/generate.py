@@ -111,7 +111,9 @@ def generate(
             min=0, max=20, help="With --json: add the log-probability of each token and of the N most probable ones."
         ),
     ] = None,
-    min_tokens: Annotated[int | None, typer.Option(min=0, help="Minimum tokens before an end token or stop string.")] = None,
+    min_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Minimum tokens before an end token or stop string.")
+    ] = None,
     ignore_end_token: Annotated[
         bool,
         typer.Option("--ignore-end-token", "--ignore-eos", help="Continue past the model's end tokens."),

@@ -275,9 +275,17 @@ class Calls:
 
     def items(self, chunk: Chunk) -> Iterator[str | Json]:
         """Yield a chunk's text and the calls that it completes, in order."""
-        yield from map(self._item, self._reader.push(chunk.text))
-        if chunk.finish is not None:
-            cut = REASONS.get(chunk.finish.reason) == "length"
+        yield from self.push(chunk.text)
+        yield from self.finish(chunk.finish)
+
+    def push(self, text: str) -> Iterator[str | Json]:
+        """Yield a piece of the text and the calls that it completes, in order."""
+        yield from map(self._item, self._reader.push(text))
+
+    def finish(self, finish: Finish | None) -> Iterator[str | Json]:
+        """Yield what was held back, at the end of the sample; nothing without `finish`."""
+        if finish is not None:
+            cut = REASONS.get(finish.reason) == "length"
             yield from map(self._item, self._reader.finish(cut=cut))
 
     def _item(self, found: str | ToolCall) -> str | Json:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
 from google.protobuf.json_format import ParseDict
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specdec.client.completion import Chunk, Finish, read_chunk
-from specdec.openai_api.answers import Choice, fingerprint, statistics
+from specdec.openai_api.answers import Calls, Choice, fingerprint, statistics
 from specdec.openai_api.event_stream import typed_event_of
 from specdec.openai_api.json_text import EncodedList, Json, encoded
 from specdec.openai_api.logprobs import of_text
-from specdec.openai_api.parts import EndPart, TextPart, parts_of
+from specdec.openai_api.parts import CallPart, EndPart, TextPart, parts_of
 from specdec.openai_api.requests import ParsedRequest, parse_fields
 from specdec.openai_api.responses_answer import ResponseAnswer
 from specdec.openai_api.responses_request import ResponsesReader
 from specdec.v2 import generation_pb2 as pb
-from specdec.v2.model_pb2 import FINISH_REASON_STOP
+from specdec.v2.model_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from specdec.wire.tool_formats import HERMES
 
 TOP = 20
 
@@ -91,6 +95,47 @@ async def test_logprobs_of_a_chat_are_those_of_its_content(fields: dict[str, Any
 
     parts = [part async for part in parts_of(chunks(), None, reasoning=True, with_end=request.tells_end)]
     assert sum(len(part.logprobs) for part in parts if isinstance(part, TextPart)) == told
+
+
+CALLED = 'Let me see.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\nDone <tool'
+
+
+def spelled(tokens: Sequence[str], *, last: bool) -> Chunk:
+    """Return a chunk of tokens, each with its text and the logprob -n for a text of n characters."""
+    response = pb.GenerateResponse(text="".join(tokens), token_texts=tokens, tokens=range(len(tokens)))
+    for token in tokens:
+        response.logprobs.add(chosen=-len(token), chosen_bytes=token.encode())
+    if last:
+        response.finish.reason = FINISH_REASON_LENGTH
+    return read_chunk(response)
+
+
+@given(st.lists(st.integers(0, 20)), st.lists(st.integers(0, len(CALLED))))
+async def test_logprobs_beside_calls_do_not_depend_on_chunks(chunks: list[int], cuts: list[int]) -> None:
+    """The tokens of a call have none; the others are with the text that they complete."""
+    places = sorted({0, len(CALLED), *cuts})
+    tokens = [CALLED[begin:end] for begin, end in itertools.pairwise(places)]
+
+    async def parts(sizes: Sequence[int]) -> list[tuple[str, list[float]]]:
+        async def arriving() -> AsyncGenerator[Chunk, None]:
+            bounds = sorted({0, len(tokens), *(min(size, len(tokens)) for size in sizes)})
+            for begin, end in itertools.pairwise(bounds):
+                yield spelled(tokens[begin:end], last=end == len(tokens))
+
+        found: list[tuple[str, list[float]]] = []
+        async for part in parts_of(arriving(), Calls(HERMES, "x"), reasoning=True, with_end=True):
+            if isinstance(part, CallPart):
+                found.append((f"call of {part.name}", []))
+            elif isinstance(part, TextPart):
+                if not found or found[-1][0].startswith("call of"):
+                    found.append(("", []))
+                text, scores = found[-1]
+                found[-1] = text + part.text, [*scores, *(entry.chosen for entry in part.logprobs)]
+        return found
+
+    one_by_one = await parts(range(len(tokens)))
+    assert await parts(chunks) == one_by_one
+    assert [text for text, _ in one_by_one][:2] == ["Let me see.\n", "call of f"]
 
 
 def test_logprobs_of_a_text_with_a_stop_string_are_all_there() -> None:
