@@ -17,7 +17,7 @@ from specdec.training.draft import DraftOrigin, DraftPlan, DraftTraining
 from specdec.training.draft_files import DraftFiles, dtype_of_weights
 from specdec.training.files import STATE, clear, make_folder, replace_json
 from specdec.training.given_draft import GivenDraft
-from specdec.training.models import kept_for_gradients, load_draft, load_target
+from specdec.training.models import check_positions, kept_for_gradients, load_draft, load_target
 from specdec.training.own_text import OwnText, TrainingText
 from specdec.training.plan import check_unfinished, write_plan
 from specdec.training.served_labels import ServedLabels, ServedTraining, TextWindows
@@ -135,6 +135,8 @@ def prepared(
         )
         text, served = _texts(target, draft, options, plan)
     big, small = load_target(target, options.device), load_draft(draft.directory, options.device)
+    if isinstance(draft.directory, RandomWeights):
+        check_positions(small, draft.directory, plan.length)
     check_room(
         draft.directory.name,
         [*small.parameters()],

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.engine.hf.pretrained import DTYPES, load
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.dtype import dtype_of
+from specdec.engine.unsupported import UnsupportedModelError
 from specdec.training.training import activations
+
+UNUSED_POSITIONS = 2
+"""Rows that a table of positions may have beyond the context: OPT's begins at position 2."""
 
 
 def load_target(directory: ModelDirectory, device: str) -> PreTrainedModel:
@@ -20,6 +25,19 @@ def load_target(directory: ModelDirectory, device: str) -> PreTrainedModel:
 def load_draft(directory: ModelDirectory, device: str) -> PreTrainedModel:
     """Load a draft to be trained, in float32."""
     return for_windows(load(directory, torch.float32, device))
+
+
+def check_positions(model: PreTrainedModel, directory: ModelDirectory, length: int) -> None:
+    """Raise UnsupportedModelError if a model with random weights learns a vector for each position, as GPT-2 and OPT
+    do, and windows of `length` tokens would leave some of them random."""
+    context, tokens = directory.context, model.get_input_embeddings()
+    for name, part in model.named_modules():
+        is_positions = isinstance(part, nn.Embedding) and context <= part.num_embeddings <= context + UNUSED_POSITIONS
+        if is_positions and part is not tokens and length < context:
+            raise UnsupportedModelError(
+                f"{directory.name}: {name} has a vector for each position, and --untrained would leave those beyond "
+                f"--length {length} random: set --length {context}, or a shorter context in config.json"
+            )
 
 
 def for_windows(model: PreTrainedModel) -> PreTrainedModel:

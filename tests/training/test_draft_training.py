@@ -32,7 +32,7 @@ from specdec.training.draft_files import DraftFiles, dtype_of_weights
 from specdec.training.files import PLAN as PLAN_FILE
 from specdec.training.files import STATE, TEXTS, WriteError
 from specdec.training.given_draft import GivenDraft
-from specdec.training.models import kept_for_gradients, load_draft, load_target
+from specdec.training.models import check_positions, kept_for_gradients, load_draft, load_target
 from specdec.training.own_text import OwnText, TrainingText
 from specdec.training.plan import DRAFT, DivergedError, ResumeError, check_unfinished
 from specdec.training.texts import PROMPT_TOKENS, Mixture, TextError, Windows
@@ -412,3 +412,16 @@ def test_a_draft_keeps_its_own_dtype(tmp_path: Path) -> None:
     assert dtype_of_weights(ModelDirectory(directory)) == torch.float32  # the dtype of the weights
     (directory / "model.safetensors").unlink()
     assert dtype_of_weights(RandomWeights(directory)) == torch.float32
+
+
+@pytest.mark.parametrize(("architecture", "learns"), [("gpt2", True), ("opt", True), ("llama", False)])
+def test_random_positions_beyond_the_length_are_refused(architecture: str, learns: bool, tmp_path: Path) -> None:
+    """They would stay random, and every longer text would be drafted with them."""
+    directory = RandomWeights(make(architecture, tmp_path / "draft"))
+    model = load_draft(directory, "cpu")
+    check_positions(model, directory, directory.context)
+    if not learns:
+        check_positions(model, directory, 32)
+        return
+    with pytest.raises(UnsupportedModelError, match=f"--length 32 random: set --length {directory.context}"):
+        check_positions(model, directory, 32)
