@@ -19,7 +19,7 @@ from specdec.openai_api.gateway import Gateway
 from specdec.openai_api.json_text import Json, as_bytes, encoded, json_list, json_object
 from specdec.openai_api.parsing import Intake, Parse
 from specdec.openai_api.presence import while_present
-from specdec.openai_api.requests import PROMPT_FIELDS, parse_fields
+from specdec.openai_api.requests import parse_fields
 from specdec.openai_api.routes import OF_DETOKENIZE, OF_TOKENIZE
 from specdec.v2.generation_pb2 import TokenizeRequest
 
@@ -58,7 +58,9 @@ class AskedTokens:
 
     message: TokenizeRequest
     form: str
-    ignored: tuple[str, ...] = ()
+    names: Mapping[str, str]
+    """Names of the message's fields, mapped to the caller's."""
+    ignored: tuple[str, ...]
 
 
 def parse_tokenize(fields: Mapping[str, Any], *, strict: bool = False) -> AskedTokens:
@@ -78,18 +80,20 @@ def parse_tokenize(fields: Mapping[str, Any], *, strict: bool = False) -> AskedT
             raise unsupported(name, f"must be {encoded(flags[name])}: {FIXED[form, name]}")
     pieces = values["with_pieces" if form == "content" else "return_token_strs"]
     message = TokenizeRequest(model=_model(given), pieces=pieces)
+    names: Mapping[str, str] = {"text": form}
     if form == "messages":
         of_chat = {name: given[name] for name in ("messages", *others) if name in given}
         of_chat |= {name: values[name] for name in ("add_generation_prompt", "continue_final_message") if name in given}
         parsed = parse_fields(of_chat, chat=True)
         ignored += parsed.ignored
+        names = parsed.names
         message.chat.CopyFrom(parsed.message(0).chat)
     else:
         if not isinstance(given[form], str):
             raise wrong(form, given[form], "text")
         message.text = _encodable(form, given[form])
         message.add_special = values["add_special_tokens" if form == "prompt" else "add_special"]
-    return AskedTokens(message, form, listed(ignored, strict=strict))
+    return AskedTokens(message, form, names, listed(ignored, strict=strict))
 
 
 def parse_detokenize(fields: Mapping[str, Any], *, strict: bool = False) -> AskedTokens:
@@ -102,7 +106,7 @@ def parse_detokenize(fields: Mapping[str, Any], *, strict: bool = False) -> Aske
     message = TokenizeRequest(model=_model(given), text_of_tokens=True)
     message.tokens.ids[:] = tokens
     message.tokens.SetInParent()  # marks an empty list as this form
-    return AskedTokens(message, "tokens", listed(ignored, strict=strict))
+    return AskedTokens(message, "tokens", {"tokens.ids": "tokens"}, listed(ignored, strict=strict))
 
 
 def _model(given: Mapping[str, Any]) -> str:
@@ -142,8 +146,7 @@ class Tokens:
         if asked.message.pieces and taken.size > MAX_BODY_WITH_TEXTS:
             field = "with_pieces" if asked.form == "content" else "return_token_strs"
             raise refused(field, f"must be false for a body of more than {MAX_BODY_WITH_TEXTS >> 10} KiB")
-        names = {**PROMPT_FIELDS, "text": asked.form, "tokens": "tokens", "tokens.ids": "tokens"}
-        found = await while_present(http.receive, self._gateway.tokenized(asked.message, names, taken.caller))
+        found = await while_present(http.receive, self._gateway.tokenized(asked.message, asked.names, taken.caller))
         answer = await self._intake.parser.parse(len(found.ids), partial(_answer, asked, found), taken.owner)
         return Response(answer, headers=ignored_header(asked.ignored), media_type="application/json")
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx2
 import pytest
+from google.rpc.code_pb2 import INVALID_ARGUMENT
+from google.rpc.error_details_pb2 import BadRequest
 from starlette.routing import Route
 
 from specdec import __version__
@@ -18,7 +20,7 @@ from specdec.openai_api.errors import ApiError
 from specdec.openai_api.gateway import Gateway
 from specdec.openai_api.routes import ALIASES, DESCRIBED, PROBES, ROUTES, advice, openapi, page
 from specdec.openai_api.tokens import parse_detokenize, parse_tokenize
-from tests.client.fake_server import FakeServer
+from tests.client.fake_server import FakeServer, rich
 from tests.openai_api.front import front
 
 HI = [{"role": "user", "content": "hi"}]
@@ -52,6 +54,25 @@ async def test_tokens_in_the_formats_of_vllm_and_llama_cpp() -> None:
         assert await asked("/detokenize", tokens=[97, 195, 169]) == {"prompt": "aé", "content": "aé"}
         long = await client.post("/tokenize", json={"content": "a" * 40_000, "with_pieces": True})
     assert (long.status_code, long.json()["error"]["param"]) == (400, "with_pieces")
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "named"),
+    [
+        ({"messages": HI}, "chat.template_arguments", "chat_template_kwargs"),
+        ({"messages": HI}, "chat.messages[0].content", "messages[0].content"),
+        ({"prompt": "hi"}, "text", "prompt"),
+        ({"content": "hi"}, "text", "content"),
+    ],
+)
+async def test_what_the_orchestrator_refuses_is_named_as_the_caller_names_it(
+    body: dict[str, Any], field: str, named: str
+) -> None:
+    violation = BadRequest.FieldViolation(field=field, description="is wrong")
+    refusal = rich(INVALID_ARGUMENT, BadRequest(field_violations=[violation]))
+    async with FakeServer(refusal) as server, client_of(server) as client:
+        answer = await client.post("/tokenize", json={"model": "fake", **body})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, named)
 
 
 def test_a_conversation_is_tokenized_as_a_chat_is() -> None:
