@@ -67,9 +67,10 @@ CHAINED = {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(60)} | {"60": {"p
         ({"anyOf": [{"required": "a"}]}, '/anyOf/0/required: is "a", must be a list of names'),
         ({"properties": {"a": {"enum": "b"}}}, '/properties/a/enum: is "b", must be a list'),
         ({"properties": {"a": {"minimum": "5"}}}, '/properties/a/minimum: is "5", must be a number'),
-        ({"properties": {"a": {"maxLength": -1}}}, "/properties/a/maxLength: must be a whole number, at least 0"),
-        ({"items": {"minLength": 1.5}}, "/items/minLength: must be a whole number, at least 0"),
-        ({"not": {"minLength": 1.5}}, "/not/minLength: must be a whole number, at least 0"),
+        ({"properties": {"a": {"maxLength": -1}}}, "/properties/a/maxLength: must be a whole number from 0 to"),
+        ({"items": {"minLength": 1.5}}, "/items/minLength: must be a whole number from 0 to"),
+        ({"type": "string", "minLength": 1e30}, "/minLength: must be a whole number from 0 to"),
+        ({"not": {"minLength": 1.5}}, "/not/minLength: must be a whole number from 0 to"),
         (
             {"items": {"properties": {"a": {}, "b": {}}, "required": ["a"], "maxProperties": 2}},
             '/items/maxProperties: cannot be enforced: the property "b" is optional',

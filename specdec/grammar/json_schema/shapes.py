@@ -11,7 +11,9 @@ from specdec.grammar.json_schema.values import are_texts, is_number
 
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 NUMBERS = ("integer", "number")
-SIZE = "a whole number, at least 0"
+MAX_SIZE = 2**64 - 1
+"""Maximum size, of an unsigned integer in llguidance."""
+SIZE = f"a whole number from 0 to {MAX_SIZE}"
 MAX_SHOWN_CHARACTERS = 40
 
 
@@ -45,7 +47,7 @@ def _are_types(value: Any) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    return is_number(value) and value >= 0 and (isinstance(value, int) or value.is_integer())
+    return is_number(value) and 0 <= value <= MAX_SIZE and (isinstance(value, int) or value.is_integer())
 
 
 def _is_bound(value: Any) -> bool:
