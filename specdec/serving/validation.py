@@ -61,10 +61,10 @@ def token_violations(field: str, tokens: list[int], vocabulary: int) -> list[tup
     return []
 
 
-MAX_BANNED_SEQUENCES = 512
+MAX_BANNED_SEQUENCES = 768
 MAX_BANNED_SEQUENCE_TOKENS = 64
-"""Maximum banned sequences of a request, and tokens of each: each row needs one lookup per distinct sequence
-length."""
+"""Maximum banned sequences of a request, three for each bad word, and tokens of each: each row needs one lookup per
+distinct sequence length."""
 
 MAX_END_TOKENS = 4096
 """Maximum end tokens of a session, the model's and the request's together."""

@@ -425,7 +425,7 @@ class Sampling(google.protobuf.message.Message):
     @property
     def banned_sequences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenSequence]:
         """The last token of a sequence is never chosen if the text, prompt included, ends with the sequence's other tokens.
-        At most 512 sequences of 2 to 64 tokens each. Applied together with `banned_tokens`.
+        At most 768 sequences of 2 to 64 tokens each. Applied together with `banned_tokens`.
         """
 
     def __init__(

@@ -98,7 +98,7 @@ def test_a_cache_salt_is_told_to_be_known() -> None:
     [
         (sequences([2, 3], [4]), "[1]", "has 1 tokens, must have 2 to 64"),
         (sequences([2] * 65), "[0]", "has 65 tokens, must have 2 to 64"),
-        (sequences(*[[2, 3]] * 513), "", "has 513 sequences, must have at most 512"),
+        (sequences(*[[2, 3]] * 769), "", "has 769 sequences, must have at most 768"),
         (sequences([2, VOCABULARY]), "", f"is {VOCABULARY}, must be a token id below {VOCABULARY}"),
         (
             sequences(*([2, token] for token in range(VOCABULARY))),
