@@ -13,7 +13,7 @@ from typing import Any
 
 from specdec.openai_api.conversation import append_text
 from specdec.openai_api.errors import ApiError, refused, renamed, unsupported, wrong
-from specdec.openai_api.fields import CHAT_FIELDS, SAMPLING, Unsupported, alike, check_names, listed
+from specdec.openai_api.fields import CHAT_FIELDS, SAMPLING, Unsupported, alike, check_names, encodable, listed, unread
 from specdec.openai_api.json_text import Json
 from specdec.openai_api.requests import ParsedRequest, parse_fields
 from specdec.v2.generation_pb2 import TokenizeRequest
@@ -120,7 +120,7 @@ def _chat_messages(given: Mapping[str, Any], ignored: list[str]) -> tuple[list[J
         place = f"messages[{index}]"
         if not isinstance(message, dict):
             raise wrong(place, message, "an object")
-        ignored += _unknown(message, place, "role", "content", "cache_control", "id")
+        ignored += unread(message, place, ("role", "content", "cache_control", "id"))
         content = message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list):
@@ -129,13 +129,18 @@ def _chat_messages(given: Mapping[str, Any], ignored: list[str]) -> tuple[list[J
             case "user":
                 for turn in _of_user(blocks, place, ignored):
                     if turn["role"] == "user" and made and made[-1][0]["role"] == "user":
-                        append_text(made[-1][0], turn["content"], "\n\n")  # one turn, as in Anthropic's API
+                        # One turn, as in Anthropic's API.
+                        append_text(made[-1][0], encodable(f"{place}.content", turn["content"]), "\n\n")
                     else:
                         made.append((turn, place))
             case "assistant":
                 made.append((_of_assistant(blocks, place, ignored), place))
             case "system":
-                made.append(({"role": "system", "content": _text(content, f"{place}.content")}, place))
+                text = _text(content, f"{place}.content")
+                if [at for _, at in made] == ["system"]:  # templates take one system message
+                    append_text(made[0][0], encodable(f"{place}.content", text), "\n\n")
+                else:
+                    made.append(({"role": "system", "content": text}, place))
             case role:
                 raise wrong(f"{place}.role", role, "user or assistant")
     return [message for message, _ in made], [place for _, place in made]
@@ -215,11 +220,6 @@ def _check_fields(block: Mapping[str, Any], place: str, *known: str) -> None:
             raise unsupported(f"{place}.{field}")
 
 
-def _unknown(given: Mapping[str, Any], place: str, *known: str) -> Iterator[str]:
-    """Yield the names of fields that are neither known nor null."""
-    return (f"{place}.{field}" for field, value in given.items() if field not in known and value is not None)
-
-
 def _names_of_tools(number: int) -> dict[str, str]:
     """Return the names of tools in chat errors, mapped to their names in this API."""
     schema = {f"tools[{index}].{field}": f"tools[{index}].input_schema" for index in range(number) for field in SCHEMAS}
@@ -267,7 +267,7 @@ def _thinking(given: Mapping[str, Any], ignored: list[str]) -> Json:
         raise wrong("thinking", thinking, "an object")
     if (kind := thinking.get("type", "enabled")) not in list(THINKING):
         raise wrong("thinking.type", kind, f"one of {', '.join(THINKING)}")
-    ignored += _unknown(thinking, "thinking", "type", "display")
+    ignored += unread(thinking, "thinking", ("type", "display"))
     return {"include_reasoning": thinking.get("type") != "disabled" and thinking.get("display") != "omitted"}
 
 
@@ -276,7 +276,7 @@ def _output(given: Mapping[str, Any], ignored: list[str]) -> Json:
     config = given.get("output_config", {})
     if not isinstance(config, dict):
         raise wrong("output_config", config, "an object")
-    ignored += _unknown(config, "output_config", "format", "effort")
+    ignored += unread(config, "output_config", ("format", "effort"))
     effort, wanted = config.get("effort"), config.get("format")
     if wanted is None:
         return {"reasoning_effort": effort}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from specdec.openai_api.errors import unknown, unsupported, wrong
+from specdec.openai_api.errors import refused, unknown, unsupported, wrong
 
 SAMPLING = frozenset({"min_p", "repetition_penalty", "temperature", "top_p", "typical_p"})
 """Sampling parameters that every API here accepts, besides `top_k`."""
@@ -241,6 +241,18 @@ def listed(ignored: Sequence[str], *, strict: bool) -> tuple[str, ...]:
     if ignored and strict:
         raise unknown(ignored[0][:MAX_NAME_CHARACTERS])
     return tuple(name[:MAX_NAME_CHARACTERS] for name in ignored[:MAX_IGNORED])
+
+
+def unread(given: Mapping[str, Any], place: str, known: Collection[str]) -> list[str]:
+    """Return the names of an object's fields that are neither `known` nor null."""
+    return [f"{place}.{name}" for name, value in given.items() if name not in known and value is not None]
+
+
+def encodable(name: str, text: str) -> str:
+    """Return a text; ApiError if it has a lone surrogate, which UTF-8 cannot encode."""
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise refused(name, "has a lone surrogate, must be Unicode text")
+    return text
 
 
 def flag(given: Mapping[str, Any], name: str, *, default: bool = False, where: str = "") -> bool:

@@ -7,7 +7,7 @@ and listed in the answer; unsupported ones are refused (`specdec/openai_api/fiel
 from __future__ import annotations
 
 import base64
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +20,10 @@ from specdec.openai_api.fields import (
     Unsupported,
     alike,
     check_names,
+    encodable,
     flag,
     listed,
+    unread,
 )
 from specdec.openai_api.json_text import Json
 from specdec.openai_api.requests import ParsedRequest, parse_fields
@@ -196,7 +198,7 @@ class ResponsesReader:
             given = self.fields.get(field, {})
             if not isinstance(given, dict):
                 raise wrong(field, given, "an object")
-            self.ignored += _unknown(given, field, known)
+            self.ignored += unread(given, field, known)
         if (self.fields.get("text") or {}).get("verbosity", "medium") not in (None, "medium"):
             raise unsupported("text.verbosity")
         if (self.fields.get("stream_options") or {}).get("include_obfuscation"):
@@ -279,7 +281,7 @@ class _Turns:
             self._append(INSTRUCTIONS, {"role": "system", "content": instructions})
 
     def add(self, item: Json, place: str) -> None:
-        self.ignored += _unknown(item, place, OF_AN_ITEM)
+        self.ignored += unread(item, place, OF_AN_ITEM)
         match item.get("type", "message"):
             case "message":
                 role = item.get("role")
@@ -288,7 +290,7 @@ class _Turns:
                     self._said(place, content)
                 elif role in SYSTEM and item.get("name") is None and self.places == [INSTRUCTIONS]:
                     self._reasoning = []
-                    append_text(self.messages[0], content, "\n\n")
+                    append_text(self.messages[0], encodable(f"{place}.content", content), "\n\n")
                 else:
                     named = {"name": item["name"]} if item.get("name") is not None else {}
                     self._append(place, {"role": role, "content": content, **named})
@@ -315,7 +317,7 @@ class _Turns:
             raise wrong(place, given, "text or a list of parts of text")
         texts = [_part(part, f"{place}[{index}]") for index, part in enumerate(given)]
         for index, part in enumerate(given):
-            self.ignored += _unknown(part, f"{place}[{index}]", OF_A_PART)
+            self.ignored += unread(part, f"{place}[{index}]", OF_A_PART)
         return "".join(texts)
 
     def _append(self, place: str, message: Json) -> None:
@@ -338,7 +340,7 @@ class _Turns:
         """Add an assistant's text. Behind calls it belongs to their message, as in a chat: between a call and its
         output, templates accept no other message."""
         if "tool_calls" in (turn := self._open):
-            append_text(turn, content)
+            append_text(turn, encodable(f"{place}.content", content))
         else:
             self._assistant(place, content)
 
@@ -347,11 +349,6 @@ class _Turns:
         function = {"name": function_name(item.get("name"), item.get("namespace")), "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
-
-
-def _unknown(given: Json, place: str, known: Collection[str]) -> Iterator[str]:
-    """Yield the names of fields that are neither known nor null."""
-    return (f"{place}.{name}" for name, value in given.items() if name not in known and value is not None)
 
 
 def _part(part: object, place: str) -> str:

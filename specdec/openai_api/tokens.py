@@ -14,7 +14,7 @@ from starlette.responses import Response
 from specdec.client.tokenized import Tokenized
 from specdec.openai_api.errors import refused, unsupported, wrong
 from specdec.openai_api.event_stream import ignored_header
-from specdec.openai_api.fields import check_names, flag, listed
+from specdec.openai_api.fields import check_names, encodable, flag, listed
 from specdec.openai_api.gateway import Gateway
 from specdec.openai_api.json_text import Json, as_bytes, encoded, json_list, json_object
 from specdec.openai_api.parsing import Intake, Parse
@@ -91,7 +91,7 @@ def parse_tokenize(fields: Mapping[str, Any], *, strict: bool = False) -> AskedT
     else:
         if not isinstance(given[form], str):
             raise wrong(form, given[form], "text")
-        message.text = _encodable(form, given[form])
+        message.text = encodable(form, given[form])
         message.add_special = values["add_special_tokens" if form == "prompt" else "add_special"]
     return AskedTokens(message, form, names, listed(ignored, strict=strict))
 
@@ -113,14 +113,7 @@ def _model(given: Mapping[str, Any]) -> str:
     model = given.get("model", "")
     if not isinstance(model, str):
         raise wrong("model", model, "text")
-    return _encodable("model", model)
-
-
-def _encodable(name: str, text: str) -> str:
-    """Return a text; ApiError if it has a lone surrogate, which UTF-8 cannot encode."""
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise refused(name, "has a lone surrogate, must be Unicode text")
-    return text
+    return encodable("model", model)
 
 
 class Tokens:

@@ -150,6 +150,21 @@ def test_neighbouring_texts_of_the_user_are_one_turn() -> None:
     assert list(request.chat.places) == told
 
 
+def test_a_leading_system_message_belongs_to_the_system_field() -> None:
+    system = {"role": "system", "content": "t"}
+    asked = {"model": "m", "max_tokens": 9, "messages": [system, *HI, system]}
+    request = parse_messages(asked | {"system": "s"})
+    turns = request.chat.message(0).chat.messages
+    assert [(turn.role, turn.content) for turn in turns] == [("system", "s\n\nt"), ("user", "hi"), ("system", "t")]
+    assert list(request.chat.places) == ["system", "messages[1]", "messages[2]"]
+
+
+def test_an_error_in_a_joined_text_names_its_own_message() -> None:
+    turns = [*HI, {"role": "user", "content": "\ud800"}]
+    with pytest.raises(ApiError, match=r"messages\[1\]\.content: has a lone surrogate"):
+        parse_messages({"model": "m", "max_tokens": 9, "messages": turns})
+
+
 def test_a_call_that_was_cut_short_may_be_sent_back_as_it_was_streamed() -> None:
     call = {"type": "tool_use", "id": "a", "name": "weather", "input": '{"city": "b'}
     _, turn, _ = messages_of([*HI, {"role": "assistant", "content": [call]}, *HI])
