@@ -120,7 +120,8 @@ def parse(
         thought = _detected_reasoning(message, model, prompt) if message.reasoning.none else reasoning
         grammar = grammar if thought is None else thought.before(grammar)
         violations += grammar_violations(grammar, end_tokens, model.vocabulary, grammar_field(message))
-        violations += _ending_marks(message, grammar, end_tokens, stops)
+        stops = _unshown_stops(message, model, thought)
+        violations += _ending_marks(message, grammar, end_tokens | stops, stops)
     rule, speculation = _rule(message, sampling, violations)
     if not max_tokens:  # no token is generated, so none needs a draft
         rule, speculation = Rule.COUPLED, SpeculationOptions(NO_DRAFTERS)

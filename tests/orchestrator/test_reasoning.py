@@ -85,6 +85,10 @@ def test_a_grammar_begins_at_the_same_token_if_the_reasoning_is_not_split(model:
             {"stop": ["x", "</think>"]},
             rf"^stop: contains the closing token of the reasoning \({CLOSE}\).* never apply$",
         ),
+        (
+            {"stop": ["x", "</think>"], "reasoning": generation_pb2.Reasoning(none=True)},
+            rf"^stop: contains the closing token of the reasoning \({CLOSE}\)",
+        ),
         ({"stop_tokens": [CLOSE]}, r"^stop_tokens: contains the closing token of the reasoning"),
         ({"stop_tokens": [OPEN]}, r"^stop_tokens: contains the opening token .* begins with it would end at once$"),
         ({"after": 70, "stop_tokens": [70]}, r"^grammar\.after_token: is 70, which ends the text"),
