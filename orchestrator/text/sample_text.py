@@ -192,7 +192,7 @@ class StopStrings:
         )
         self.early = False
         """True while added text may not end a stop string (`min_tokens`)."""
-        self._early_held = self._early_spelt = 0  # leading characters of the next two in which none may end
+        self._early_held = self._early_spelt = 0  # leading characters of `_held` and `_spelt` in which none may end
         self._held = ""  # shown text that may be the beginning of a stop string
         self._spelt = ""  # the end of the text with special tokens: may be the beginning of one with a special token
         self._is_shown: list[int] = []  # by character of `_spelt`: 1 if it is shown, else 0
@@ -362,7 +362,8 @@ class GrammarText:
             self._detokenizer = Detokenizer(self._tokenizer, [])
 
     def finish(self, stop: str) -> str:
-        """Return the text, which ends at this stop string unless it is empty."""
+        """Return the text, which ends at this stop string unless it is empty. An earlier occurrence did not end the
+        text (`min_tokens`)."""
         text = "".join(self._pieces) + self._detokenizer.flush()
-        at = text.find(stop) if stop else -1
+        at = text.rfind(stop) if stop else -1
         return text if at < 0 else text[: at + (len(stop) if self._sample.include_stop else 0)]

@@ -51,7 +51,9 @@ def test_cached_tokens_are_the_prompts_alone(tmp_path: Path, found: int, counted
     """A verifier counts those of the whole text, which a client may resume far behind its prompt."""
     model = ServedModel.of(ModelDirectory(make("llama", tmp_path / "m")))
     asked = generation_pb2.GenerateRequest(
-        tokens=generation_pb2.TokenPrompt(ids=range(50, 60)), generated_tokens=[60] * 30, sampling={"seed": 1}
+        tokens=generation_pb2.TokenPrompt(ids=range(50, 60)),
+        generated_tokens=[60] * 30,
+        sampling=generation_pb2.SamplingParameters(seed=1),
     )
     sample = parse(asked, model).samples[0]
     transcript = SampleTranscript(sample, model, 0.0)
@@ -199,6 +201,7 @@ OPEN, AFTER = 1, 5  # tokens before the grammar applies
         ({"grammar": {"after_token": AFTER, "opening_token": OPEN}}, "", '["a"]', ""),
         ({"stop": ["b"]}, "", '["a"]', "b"),
         ({"stop": ["]"], "include_stop": True}, "", '["a"', "]"),
+        ({"stop": ["]"], "include_stop": True, "min_tokens": 8}, "", '["]","a"', "]"),
     ],
     ids=json.dumps,
 )
