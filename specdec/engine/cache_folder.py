@@ -92,7 +92,8 @@ def keep_compiled_code() -> None:
             log.warning("cache_not_used", folder=named, why=why, cost=f"{variable} is ignored")
         folder = (usable() or temporary()) / name
         if why := why_unusable(folder):
-            log.warning("cache_not_used", folder=str(folder), why=why, cost="every start compiles and checks again")
+            if os.access(folder.parent, os.W_OK):  # a read-only cache is reported once something is not written to it
+                log.warning("cache_not_used", folder=str(folder), why=why, cost="every start compiles and checks again")
             folder = temporary() / name
             folder.mkdir(mode=0o700, exist_ok=True)
         os.environ[variable] = str(folder)
