@@ -23,7 +23,7 @@ EXTRAS = {
     "grpc_health": "cli",
     "grpc_reflection": "service",
     "grpc_status": "service",
-    "jinja2": "orchestrator",
+    "jinja2": "grammar",
     "jiter": "orchestrator",
     "llguidance": "grammar",
     "llvmlite": "verifier",

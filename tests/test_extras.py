@@ -23,14 +23,14 @@ import runpy, sys
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name == {module!r} or name.startswith({module!r} + "."):
+        if any(name == module or name.startswith(module + ".") for module in {modules!r}):
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Missing())
 sys.argv = {arguments!r}
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
-"""A program that runs a module like `python -m`, with another module made unavailable."""
+"""A program that runs a module like `python -m`, with other modules made unavailable."""
 
 DEMO = str(ROOT / "demo" / "target")
 SERVING = ("--model", DEMO, "--port", "0")
@@ -128,13 +128,30 @@ def test_commands_that_need_an_extra_are_commands() -> None:
     ],
 )
 def test_a_missing_module_is_one_line(module: str, arguments: tuple[str, ...], extra: str) -> None:
-    program = BLOCKING.format(module=module, arguments=list(arguments))
+    program = BLOCKING.format(modules=[module], arguments=list(arguments))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.endswith(f"{module} is not installed: {install_command(extra)}\n"), done.stderr
     assert "Traceback" not in done.stderr
     assert sum(not line.startswith(("{", "20")) for line in done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "extra"),
+    [
+        ("draft_service", "draft"),
+        ("orchestrator", "orchestrator"),
+        ("verifier_service", "verifier"),
+        ("specdec.openai_api", "openai"),
+    ],
+)
+def test_a_service_needs_no_more_than_its_extra(package: str, extra: str) -> None:
+    """An image has only these modules."""
+    missing = [module for module, least in EXTRAS.items() if least not in HELD[extra]]
+    program = BLOCKING.format(modules=missing, arguments=[package, "--help"])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def test_all_that_its_environment_may_lack_is_pinned() -> None:
         if re.match(pattern, line)
     }
     wanted = {Requirement(each).name for each in requirements(PROJECT, stage.pairs("ARG")["EXTRAS"].split(","))}
-    of_vllm = {"numpy", "packaging", "prometheus-client", "protobuf", "pyyaml", "rich", "tokenizers", "typer"}
+    of_vllm = {"jinja2", "numpy", "packaging", "prometheus-client", "protobuf", "pyyaml", "rich", "tokenizers", "typer"}
     assert {canonicalize_name(name) for name in wanted} - of_vllm <= pinned
 
 

@@ -81,7 +81,7 @@ def test_an_image_holds_no_more_than_it_needs(images: dict[str, Image], logs: Pa
     assert found["capabilities"] == [0, 0, 0]
     assert found["first"] == 1
     assert found["writable"] == ["/tmp"]
-    own = {"orchestrator": [], "draft": ["onnxruntime"], "verifier": ["torch", "transformers"]}
+    own = {"orchestrator": [], "draft": ["onnxruntime"], "verifier": ["torch", "transformers", "onnxruntime"]}
     assert found["modules"] == own[role]
     assert found["programs"] == []
     assert found["bytecode"] == [1]  # not validated against the source
