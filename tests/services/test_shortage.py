@@ -87,7 +87,9 @@ class Pods:
     def text(self, number: int) -> list[int]:
         with Client(self.address) as client:
             prompt = f"def f{number}(" + "x" * (number * 7 % 60)
-            result = client.complete(prompt, max_tokens=24, temperature=1.0, seed=number, ignore_end_token=True)
+            result = client.complete(
+                prompt, max_tokens=24, temperature=1.0, seed=number, ignore_end_token=True, speculation="always"
+            )
             return list(result.completions[0].tokens)
 
 
