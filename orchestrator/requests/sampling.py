@@ -93,7 +93,7 @@ def _with_bans(
 
 def _spellings(model: ServedModel, word: str) -> Iterator[tuple[int, ...]]:
     """Yield a word's tokens alone, after a space, and after a line break. Tokenizers such as Llama 2's put a space
-    before a text, so a word alone is not spelled as one after a bracket, but one after a line break is."""
+    before a text. The tokens after a line break then equal those after a bracket, unlike those of the word alone."""
 
     def encode(text: str) -> tuple[int, ...]:
         return tuple(model.tokenizer.encode(text, special=False))

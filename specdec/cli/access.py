@@ -50,7 +50,7 @@ def one_address(*given: Address | None) -> Address:
         raise typer.BadParameter(str(error), param_hint=f"'{ADDRESS}'") from None
 
 
-class Resolve(Protocol):
+class NameLookup(Protocol):
     """A DNS resolver, such as `socket.getaddrinfo`."""
 
     def __call__(self, host: str, port: int, *, type: int) -> Sequence[tuple[Any, ...]]: ...
@@ -70,7 +70,7 @@ class Access:
             return grpc.insecure_channel(target, self.options)
         return grpc.secure_channel(target, self.credentials, self.options)
 
-    def to_servers(self, address: Address, resolve: Resolve = socket.getaddrinfo) -> dict[str, Access]:
+    def to_servers(self, address: Address, resolve: NameLookup = socket.getaddrinfo) -> dict[str, Access]:
         """Return the access to every server of an address, by gRPC target. A DNS name other than localhost has one
         server for each record, and its servers' certificates must be for the name. If it has records of both families,
         those of IPv4 count, as when services listen on a name. OSError if a name cannot be resolved."""

@@ -10,7 +10,7 @@ import grpc
 import typer
 
 from specdec import ports
-from specdec.cli.access import OPEN, Access, Resolve, with_access
+from specdec.cli.access import OPEN, Access, NameLookup, with_access
 from specdec.cli.failure import STATUS, fail, say
 from specdec.client.errors import SpecdecError, from_rpc
 from specdec.command_line import addresses, duration
@@ -48,7 +48,7 @@ def forget_at(
     tenant: str,
     timeout: float,
     allowed: Access,
-    resolve: Resolve = socket.getaddrinfo,
+    resolve: NameLookup = socket.getaddrinfo,
 ) -> None:
     """Have every server of these addresses forget a tenant, and print what it has forgotten. If any of them fails, end
     the process after the last one."""

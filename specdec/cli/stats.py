@@ -110,8 +110,8 @@ class _Json(_Lines):
 
 
 class Redrawn(_Lines):
-    """Shows the last snapshot in place, on a terminal. Until the next snapshot a problem is shown above it: rich crops
-    what is too high for the terminal at the bottom."""
+    """Shows the last snapshot in place, on a terminal. Until the next snapshot a problem is shown above it, since
+    rich crops what exceeds the terminal's height at the bottom."""
 
     def __init__(self, target: str, console: Console) -> None:
         super().__init__(target)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from specdec.cli.access import OPEN, Access, Resolve, with_access
+from specdec.cli.access import OPEN, Access, NameLookup, with_access
 from specdec.cli.failure import end_on_sigterm, fail, say
 from specdec.cli.training import (
     Device,
@@ -232,7 +232,7 @@ def _check_served_labels(traffic: str | None, loss: str, others: Mapping[str, ob
             fail(f"--served-labels: cannot be combined with {option}, which has no labels", ExitStatus.USAGE)
 
 
-def kept_traffic(addresses: str, allowed: Access, resolve: Resolve = socket.getaddrinfo) -> TrainingTraffic:
+def kept_traffic(addresses: str, allowed: Access, resolve: NameLookup = socket.getaddrinfo) -> TrainingTraffic:
     """Return the texts that all servers of these addresses keep; TextError if one does not return its texts."""
     from specdec.training.texts import TextError
     from specdec.training.traffic import TrainingTraffic, kept_texts
