@@ -13,6 +13,8 @@ import pytest
 from specdec.serving.callers.sockets import Peer, end_connections, parse_peer
 
 PATIENCE = 30.0
+# Clients elsewhere on the machine share the ports of 127.0.0.1, so a port there may not be free after its peer's end.
+PEER_HOST = "127.29.41.7"
 
 
 @contextmanager
@@ -20,12 +22,12 @@ def muted_connection() -> Iterator[tuple[socket.socket, socket.socket, Peer]]:
     """Yield both ends of a muted connection, ours first, and its peer."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as peer,
+        socket.create_connection(server.getsockname(), source_address=(PEER_HOST, 0)) as peer,
         server.accept()[0] as ours,
     ):
         peer.sendall(b"1")
         assert ours.recv(1) == b"1"
-        name = (ip_address("127.0.0.1"), peer.getsockname()[1])
+        name = (ip_address(PEER_HOST), peer.getsockname()[1])
         assert name in end_connections({}, {name})
         yield ours, peer, name
 
@@ -51,7 +53,7 @@ def test_a_muted_connection_ends_with_its_peer() -> None:
         server = peer.getpeername()
         peer.close()
         with socket.socket() as another:
-            another.bind(("127.0.0.1", name[1]))
+            another.bind((PEER_HOST, name[1]))
             another.settimeout(PATIENCE)
             another.connect(server)
         ours.settimeout(PATIENCE)
