@@ -128,12 +128,15 @@ async def test_no_token_depends_on_the_version_that_drafts(directories: Director
         (prompt, {"temperature": temperature, "seed": 5 + number})
         for number, (prompt, temperature) in enumerate(itertools.product(prompts(4), (0.0, 0.9)))
     ]
-    async with alternating(directories, 0.004) as (services, drafter):
+    async with alternating(directories, 0.02) as (services, drafter):
         plain, _, _ = await run_all(services, requests, 40, at_once=1, plain=True)
-        drafted, offered, accepted = await run_all(services, requests, 40, speculation=ALWAYS)
+        for _ in range(10):  # on a busy machine a draft may be late for all of these short texts
+            drafted, offered, accepted = await run_all(services, requests, 40, speculation=ALWAYS)
+            for (prompt, sampling), want, got in zip(requests, plain, drafted, strict=True):
+                directories.oracle.same(prompt, want, got, sampler(sampling), f"{sampling}")
+            if accepted:
+                break
         assert drafter.moves > 20
-    for (prompt, sampling), want, got in zip(requests, plain, drafted, strict=True):
-        directories.oracle.same(prompt, want, got, sampler(sampling), f"{sampling}")
     assert 0 < accepted < offered
 
 
