@@ -51,8 +51,8 @@ from verifier_service.sessions.session import VerifierSession
 from verifier_service.sessions.window_gain import WindowsByTenant
 from verifier_service.settings.tuning import DEFAULTS, Tuning
 from verifier_service.speculation.controller import Controllers, SpeculationController
+from verifier_service.verification.tree_verification import warm_up
 from verifier_service.verification.verified_step import VerifiedStep, grammar_seconds
-from verifier_service.verification.verify_trees import warm_up
 
 if TYPE_CHECKING:  # imports torch
     from verifier_service.proposers.feature_source import FeatureSource

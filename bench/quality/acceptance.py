@@ -43,8 +43,7 @@ from testing.mailbox import Handed
 from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import CORRECTION
 from verifier_service.sessions.session import VerifierSession
-from verifier_service.verification.tree_verification import TreeVerification
-from verifier_service.verification.verify_trees import verify_trees
+from verifier_service.verification.tree_verification import TreeVerification, verify_trees
 
 REMOTE = frozenset({CandidateSource.REMOTE})
 

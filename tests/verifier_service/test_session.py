@@ -35,8 +35,7 @@ from verifier_service.backend.result import (
 )
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.sessions.step_rows import ScheduledRows
-from verifier_service.verification.tree_verification import TreeVerification
-from verifier_service.verification.verify_trees import verify_trees
+from verifier_service.verification.tree_verification import TreeVerification, verify_trees
 
 REMOTE = frozenset({CandidateSource.REMOTE})
 

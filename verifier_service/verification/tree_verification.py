@@ -1,10 +1,10 @@
 """Tree verification: from the logits of a step to the tokens committed for every session.
 
 Start at the root, take the target's own choice, move to the child with that token, and stop where there is none. All
-sessions advance together, one level at a time (`verify_trees.py`). Where a session verifies blocks (REJECTION), a chain
-of draws is tested as a whole, down to the next node with several children or the last row of the step. Under TYPICAL,
-the accepted path below a node is found as a whole. `TreeVerification` holds one session's part; `verified_step.py` has
-the outcome of a whole step.
+sessions advance together, one level at a time, so that one vectorised call makes all their choices (`verify_trees`);
+each session's `TreeVerification` applies them. Where a session verifies blocks (REJECTION), a chain of draws is tested
+as a whole, down to the next node with several children or the last row of the step. Under TYPICAL, the accepted path
+below a node is found as a whole. `verified_step.py` has the outcome of a whole step.
 
 This folder and `choice.py`, `rejection.py`, `block_verification.py`, `contrastive.py` and `typical.py` in
 `specdec/decoding`, which choose tokens under each acceptance rule, are the whole of speculative decoding.
@@ -16,11 +16,15 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
+import numpy as np
+
+from specdec.decoding import contrastive
 from specdec.decoding.block_verification import ChainQuery
-from specdec.decoding.choice import Tokens
+from specdec.decoding.choice import Tokens, choose
 from specdec.decoding.proposal import Proposal
-from specdec.decoding.query import SamplingQuery
-from specdec.decoding.sampling import Rule
+from specdec.decoding.query import RequestSampler, SamplingQuery
+from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.token_mask import TokenMask
 from specdec.decoding.tree import Node
 from specdec.decoding.typical import TypicalCandidate, TypicalQuery
@@ -37,6 +41,9 @@ from verifier_service.backend.result import (
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.sessions.step_rows import ScheduledRows, TreeRows
 
+ANY = SamplingQuery(RequestSampler(Sampling(temperature=0.0)), 0)
+"""The query for a row's likeliest token."""
+
 Prompts = Sequence[tuple[VerifierSession, ScheduledRows]]
 """Rows of prompts in a step that do not reach the root, so they choose no token."""
 
@@ -49,8 +56,90 @@ class OverruledPlace(NamedTuple):
     token: int  # the target's
 
 
+class NotFiniteError(FloatingPointError):
+    """The logits of a row are not finite."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's logits are not finite")
+
+
+def verify_trees(verifications: Sequence[TreeVerification], rows: StepLogits) -> None:
+    """Verify the trees of all sessions, each until its verification ends or fails. A chain stops at a node that has
+    several children or a non-finite row; the token after that node is then chosen on its own."""
+    while verifications:
+        verifications = _at_one_level(_past_typical(_past_chains(verifications, rows), rows), rows)
+
+
+def _past_chains(verifications: Sequence[TreeVerification], rows: StepLogits) -> Sequence[TreeVerification]:
+    """Verify the chains below the current nodes; return the verifications that go on."""
+    queries = [verification.chain() for verification in verifications]
+    asked = [query for query in queries if query is not None]
+    if not asked:
+        return verifications
+    remaining: list[TreeVerification] = []
+    found = iter(rows.verify_chains(asked))
+    for verification, query in zip(verifications, queries, strict=True):
+        tokens = list[int]()
+        if query is not None:
+            accepted, drawn = next(found)
+            tokens = query.draws[:accepted] + ([] if drawn is None else [drawn])
+        for token in tokens:
+            if not verification.take(token):
+                break
+        else:  # all tokens taken, or no chain
+            remaining.append(verification)
+    return remaining
+
+
+def _past_typical(verifications: Sequence[TreeVerification], rows: StepLogits) -> Sequence[TreeVerification]:
+    """Take the typical candidates below the current nodes (TYPICAL); return the verifications that go on."""
+    queries = [verification.typical() for verification in verifications]
+    asked = [query for query in queries if query is not None]
+    if not asked:
+        return verifications
+    found = iter(rows.accept_typical(asked))
+    accepted = [[] if query is None else next(found) for query in queries]
+    return [
+        verification
+        for verification, tokens in zip(verifications, accepted, strict=True)
+        if all(verification.take(token) for token in tokens)
+    ]
+
+
+def _at_one_level(verifications: Sequence[TreeVerification], rows: StepLogits) -> list[TreeVerification]:
+    """Choose a token at the current node of each verification; return the verifications that go on."""
+    queries: list[SamplingQuery] = []
+    asking: list[TreeVerification] = []
+    for verification in verifications:
+        try:
+            queries.append(verification.query())
+        except GrammarError as error:
+            _, (finite,) = rows.choose([verification.row], [ANY])  # if not finite, its memory must be wiped
+            verification.fail(GrammarFailureError(str(error)) if finite else NotFiniteError())
+        else:
+            asking.append(verification)
+    remaining: list[TreeVerification] = []
+    if asking:
+        tokens, sound = rows.choose([verification.row for verification in asking], queries)
+        undecided: list[tuple[TreeVerification, SamplingQuery]] = []
+        for verification, query, token, finite in zip(asking, queries, tokens.tolist(), sound.tolist(), strict=True):
+            if not finite:
+                verification.fail(NotFiniteError())
+            elif token == contrastive.UNDECIDED:
+                undecided.append((verification, query))
+            elif verification.take(token):
+                remaining.append(verification)
+        if undecided:
+            lacking = rows.plausible(
+                [verification.row for verification, _ in undecided], [query for _, query in undecided]
+            )
+            for (verification, _), plausible in zip(undecided, lacking, strict=True):
+                verification.lack(plausible)
+    return remaining
+
+
 class TreeVerification:
-    """The verification of a session's token tree in one step; a `TreeWalker` for `verify_trees`."""
+    """The verification of a session's token tree in one step, at first at the root."""
 
     __slots__ = (
         "_asked",
@@ -82,7 +171,7 @@ class TreeVerification:
         self.error: Exception | None = None
         self._is_undecided = False  # nothing was chosen below the last token
         self.lacks: Tokens | None = None  # plausible tokens of the row that was undecided, if any (CONTRASTIVE)
-        self.row = planned.root_row
+        self.row = planned.root_row  # of the current node's logits, as an index among the results
         self._node = session.tree.root
         self._path: list[int] = []
         self._asked: dict[int, SamplingQuery] = {}  # queries made in advance, by row
@@ -90,6 +179,7 @@ class TreeVerification:
         self._typical = session.request.sampler.rule is Rule.TYPICAL
 
     def query(self) -> SamplingQuery:
+        """Return the sampling query below the current node; GrammarError if the grammar is too complex."""
         asked = self._asked.get(self.row)
         return self._query(self._node, self._path, self.session.allowed(self._path)) if asked is None else asked
 
@@ -177,6 +267,7 @@ class TreeVerification:
             yield from zip(tree.lookahead_results, queries, strict=True)
 
     def take(self, token: int) -> bool:
+        """Commit the chosen token and move to its child; return False if verification ends here."""
         position = self._node.position + 1
         tree = self.planned.tree
         child = None if tree is None else self._tested(tree, token)
@@ -198,12 +289,15 @@ class TreeVerification:
         return not result.finish
 
     def fail(self, error: Exception) -> None:
+        """End verification with an error: non-finite logits, or a grammar too complex to give a mask."""
         if self.result.tokens and isinstance(error, GrammarFailureError):
             self._stop_above()
         else:
             self.error = error
 
     def lack(self, tokens: Tokens) -> None:
+        """End verification at an undecided row: the draft's distribution lacks some of the plausible `tokens`
+        (CONTRASTIVE)."""
         self.lacks = tokens
         if self.result.tokens:
             self._stop_above()
@@ -278,3 +372,12 @@ def _on_chain(node: Node) -> bool:
     child."""
     above = node.parent
     return len(node.children) == 1 or (not node.children and above is not None and len(above.children) == 1)
+
+
+def warm_up(vocabulary: int) -> None:
+    """Draw a token, so that no request waits for code to be compiled, or loaded from the cache folder, on first use."""
+    from specdec.decoding import gumbel_pruning  # Numba takes a second to import, wasted on a refused start
+    from specdec.engine.cpu.code_cache import kept
+
+    kept("collect", gumbel_pruning.__file__, gumbel_pruning.collect)
+    choose(np.zeros((1, vocabulary), dtype=np.float32), [SamplingQuery(RequestSampler(Sampling(temperature=1.0)), 0)])

@@ -18,8 +18,7 @@ from specdec.serving.target_logprobs import TargetLogprobs
 from verifier_service.backend.result import PromptScores, VerifyResult
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.step_rows import ScheduledRows
-from verifier_service.verification.tree_verification import Prompts, TreeVerification
-from verifier_service.verification.verify_trees import NotFiniteError, verify_trees
+from verifier_service.verification.tree_verification import NotFiniteError, Prompts, TreeVerification, verify_trees
 
 PLACES_A_STEP = 8
 """Maximum positions per step with log-probabilities for drafts that learn: each takes a pass over the vocabulary."""

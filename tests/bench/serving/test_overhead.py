@@ -20,7 +20,7 @@ def test_every_sample_has_its_place() -> None:
                 FORWARD + "Decoder.__call__ (decoder.py:121);Float32Head.forward (linear.py:56) 9",
                 FORWARD + "Decoder.__call__ (decoder.py:100);sequence.<locals>.layers (layers.py:90) 3",
                 FORWARD + "RaggedAttention.__init__ (attention.py:55) 2",
-                VERIFIED + "verify_trees (verify_trees.py:20);choose (step_logits.py:39) 7",
+                VERIFIED + "verify_trees (tree_verification.py:20);choose (step_logits.py:39) 7",
                 TURN + "StepLoop.step (step_loop.py:157) 1",
                 TURN + "StepLoop.step (step_loop.py:150);AdaptiveSpeculation.propose (adaptive_speculation.py:60) 2",
                 THREAD + "Worker._receive (worker.py:88) 20",
