@@ -38,7 +38,7 @@ from verifier_service.commits import CommitPublisher
 from verifier_service.costs.step_latency import StepLatency, best_prefill_rows
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.proposers.forced import ForcedTokens
-from verifier_service.proposers.ngrams import LookupProposer
+from verifier_service.proposers.lookup import LookupProposer
 from verifier_service.proposers.proposer import NO_PROPOSALS, Phase, ProposalStats, Proposer
 from verifier_service.scheduling.cpu_threads import thread_policy
 from verifier_service.scheduling.planner import Planner, StepPlan
