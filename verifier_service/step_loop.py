@@ -329,7 +329,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             self.stats.rates = self._speculation.rates
 
         # 1. Wait for the forward pass and verify all trees.
-        grammars = grammar_seconds(plan.entries)
+        grammars_before = grammar_seconds(plan.entries)
         try:
             prepare = partial(self._planner.prepare, plan)
             verified = VerifiedStep(plan.entries, step.computing, step.launched, prepare, self._speculation.observe)
@@ -347,8 +347,9 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         begin = begun - proposed.seconds if self._idle else self._last_step
         end = self._last_step = time.monotonic()
         self._idle = False
-        verified.hide_grammars(self._threads.latency.of(plan.rows))
-        grammars = grammar_seconds(plan.entries) - grammars  # not a cost of rows: excluded from the latency model
+        verified.hide_grammar_seconds(self._threads.latency.of(plan.rows))
+        # Not a cost of rows: excluded from the latency model.
+        in_grammars = grammar_seconds(plan.entries) - grammars_before
         self._early = self._launch_early(verified)
         results = verified.apply(end)
         for entry, why in verified.failed:
@@ -356,7 +357,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             self._quarantine(entry, why)
 
         # 3. Update the models of cost and gain, and send the results.
-        self._planner.observe(plan, end - begun - grammars)
+        self._planner.observe(plan, end - begun - in_grammars)
         seconds = StepSeconds(verified.forward_seconds, end - begun, waited)
         self._learn(plan, results, batches, proposed, seconds, since_last=end - begin)
         self._send(verified, results, seconds)

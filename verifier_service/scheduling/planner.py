@@ -143,7 +143,7 @@ class Planner:
             rows.undrafted = self._eligibility.lacks_remote_draft(entry.session)
             rows.drafted = not rows.undrafted and self._eligibility.uses_remote_draft(entry.session)
         self._explain(entries, chosen, decoding, taken)
-        expected = latency.of(taken) + sum(entry.grammar for entry, _ in entries)
+        expected = latency.of(taken) + sum(entry.usual_grammar_seconds for entry, _ in entries)
         plan = StepPlan(pack, written, entries, taken, expected, sitting_out, division)
         return plan if plan.decodes_only else replace(plan, expected=plan.expected * self._prompts.slowdown.factor)
 
@@ -165,7 +165,7 @@ class Planner:
         if foreseen is None:
             return None
         batch, entries, rows = foreseen
-        expected = self._threads.latency.of(rows) + sum(entry.grammar for entry, _ in entries)
+        expected = self._threads.latency.of(rows) + sum(entry.usual_grammar_seconds for entry, _ in entries)
         return StepPlan(lambda: batch, batch.slots, entries, rows, expected, [], self._division)
 
     def begin_early(self, plan: StepPlan) -> StepPlan:

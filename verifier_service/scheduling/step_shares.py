@@ -218,8 +218,8 @@ class StepShares:
             if session.grammar is None:
                 continue
             seconds, session.grammar_seconds = session.grammar_seconds, 0.0
-            self._pay(entry, seconds - entry.grammar)
-            entry.grammar = _average(entry.grammar, seconds)
+            self._pay(entry, seconds - entry.usual_grammar_seconds)
+            entry.usual_grammar_seconds = _average(entry.usual_grammar_seconds, seconds)
             self._usual[entry.tenant] = _average(self._usual.pop(entry.tenant, 0.0), seconds)  # now the latest
             if len(self._usual) > REMEMBERED:
                 self._usual.popitem(last=False)
@@ -228,8 +228,8 @@ class StepShares:
         """Update the seconds taken by proposers before a step, for each session decoding in it."""
         for entry, taken in seconds.items():
             if taken:
-                self._pay(entry, taken - entry.proposing)
-            entry.proposing = _average(entry.proposing, taken) if taken else 0.0
+                self._pay(entry, taken - entry.usual_proposer_seconds)
+            entry.usual_proposer_seconds = _average(entry.usual_proposer_seconds, taken) if taken else 0.0
 
     def _pay(self, entry: RunningSession, seconds: float) -> None:
         """Charge a session's unexpected cost, which may be negative, to its tenant's credit."""
@@ -244,7 +244,7 @@ class StepShares:
     def joined(self, entry: RunningSession) -> None:
         """Initialise a new session's grammar cost with its tenant's usual one."""
         if entry.session.grammar is not None:
-            entry.grammar = self._usual.get(entry.tenant, 0.0)
+            entry.usual_grammar_seconds = self._usual.get(entry.tenant, 0.0)
 
     def _may_measure(self, presence: Presence) -> bool:
         """Return whether the coming step should measure a tenant's rows alone."""

@@ -58,7 +58,7 @@ class VerifiedStep:
         before = [session.grammar_seconds for session in sessions]
         logits = computing.logits(asked)
         self.forward_seconds = time.monotonic() - launched
-        self._grammars = [(s, s.grammar_seconds - earlier) for s, earlier in zip(sessions, before, strict=True)]
+        self._grammar_seconds = [(s, s.grammar_seconds - earlier) for s, earlier in zip(sessions, before, strict=True)]
         verify_trees(verifications, logits)
         scores = _prompt_scores(entries, logits)
         failed = {entry: verification.error for entry, verification in pairs if verification.error is not None}
@@ -104,11 +104,11 @@ class VerifiedStep:
         for (verification, place), logprobs in zip(asking, found, strict=True):
             verification.result.overruled.append(TargetLogprobs.of(place.position, logprobs))
 
-    def hide_grammars(self, seconds: float) -> None:
+    def hide_grammar_seconds(self, seconds: float) -> None:
         """Subtract from the grammars' time what passed while an asynchronous engine computed: at most `seconds`, the
         time of its pass."""
-        if beside := sum(taken for _, taken in self._grammars):
-            for session, taken in self._grammars:
+        if beside := sum(taken for _, taken in self._grammar_seconds):
+            for session, taken in self._grammar_seconds:
                 session.grammar_seconds -= taken * min(1.0, seconds / beside)
 
     @property
