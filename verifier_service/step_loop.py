@@ -344,7 +344,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         # 2. Commit the tokens. If the next step is certain, launch it first: the device computes it meanwhile.
         self.step_succeeded(entry.session for entry, _ in plan.entries)
         self._queue.copy_rows(verified.kv_copies)
-        begin = begun - proposed.seconds if self._idle else self._last_step
+        since = begun - proposed.seconds if self._idle else self._last_step
         end = self._last_step = time.monotonic()
         self._idle = False
         verified.hide_grammar_seconds(self._threads.latency.of(plan.rows))
@@ -359,7 +359,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         # 3. Update the models of cost and gain, and send the results.
         self._planner.observe(plan, end - begun - in_grammars)
         seconds = StepSeconds(verified.forward_seconds, end - begun, waited)
-        self._learn(plan, results, batches, proposed, seconds, since_last=end - begin)
+        self._learn(plan, results, batches, proposed, seconds, since_last=end - since)
         self._send(verified, results, seconds)
 
     def _learn(
