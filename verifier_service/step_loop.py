@@ -61,18 +61,18 @@ if TYPE_CHECKING:  # imports torch
 log = structlog.get_logger()
 
 
-class _Launched(NamedTuple):
-    """A step with a launched forward pass. Times are from `time.monotonic`."""
+class _RunningStep(NamedTuple):
+    """A step whose forward pass has begun. Times are from `time.monotonic`."""
 
     plan: StepPlan
     computing: Pass
-    begun: float  # start of planning, or of the launch if launched early
-    launched: float
+    begun: float  # start of planning, or of the pass if launched early
+    pass_begun: float
 
 
 @dataclass(frozen=True)
 class _FailedPass:
-    """A pass that could not be launched."""
+    """A pass that could not begin."""
 
     error: Exception
 
@@ -119,7 +119,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         states = heads or features
         self._launch = launch_of(engine) if states is None else states.launch_of(engine)
         self._queues_passes = queues_passes(engine)
-        self._early: _Launched | None = None  # the next step, launched before the last one was committed
+        self._early: _RunningStep | None = None  # the next step, launched before the last one was committed
         set_aside = 0 if self.chains_only else MAX_STEP_CANDIDATES
         blocks = max(2, (engine.capacity - set_aside) // BLOCK)
         self.pool = BlockPool(blocks)
@@ -301,9 +301,9 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             return
         self.stats.step_expected = plan.expected
         self._publisher.send_before(plan.expected, plan.sitting_out)
-        self._complete(self._launched(plan, begun), batches, proposed, waited)
+        self._complete(self._start_pass(plan, begun), batches, proposed, waited)
 
-    def _run_early(self, step: _Launched) -> float:
+    def _run_early(self, step: _RunningStep) -> float:
         """Complete a step launched early, without the sessions that have left since."""
         plan = self._planner.begin_early(step.plan)
         if plan.entries:
@@ -311,17 +311,18 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             self._complete(step._replace(plan=plan), batches, NO_PROPOSALS, 0.0)
         return 0.0
 
-    def _launched(self, plan: StepPlan, begun: float | None = None) -> _Launched:
-        """Launch the forward pass of a step. If the launch fails, reading the logits raises its error."""
-        launched = time.monotonic()
+    def _start_pass(self, plan: StepPlan, begun: float | None = None) -> _RunningStep:
+        """Start the forward pass of a step that began at the time `begun`, by default now. If the launch fails, reading
+        the logits raises its error."""
+        pass_begun = time.monotonic()
         computing: Pass
         try:
             computing = self._launch(plan.pack())
         except Exception as error:
             computing = _FailedPass(error)
-        return _Launched(plan, computing, launched if begun is None else begun, launched)
+        return _RunningStep(plan, computing, pass_begun if begun is None else begun, pass_begun)
 
-    def _complete(self, step: _Launched, batches: Sequence[Batch], proposed: ProposalStats, waited: float) -> None:
+    def _complete(self, step: _RunningStep, batches: Sequence[Batch], proposed: ProposalStats, waited: float) -> None:
         """Verify a step and commit it."""
         plan, begun = step.plan, step.begun
         self.stats.mode = self._speculation.mode if batches else ""
@@ -332,7 +333,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         grammars_before = grammar_seconds(plan.entries)
         try:
             prepare = partial(self._planner.prepare, plan)
-            verified = VerifiedStep(plan.entries, step.computing, step.launched, prepare, self._speculation.observe)
+            verified = VerifiedStep(plan.entries, step.computing, step.pass_begun, prepare, self._speculation.observe)
         except Exception as error:  # the whole step is void; its sessions are retried
             self._looked_up = 0.0
             for entry in self._queue.running:  # while sessions are retried one by one, the others wait
@@ -408,13 +409,13 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
                 self._speculation.finished(entry.session)
                 self.detach(entry.session)
 
-    def _launch_early(self, verified: VerifiedStep) -> _Launched | None:
+    def _launch_early(self, verified: VerifiedStep) -> _RunningStep | None:
         """Launch the next step before this one is committed, if the device queues passes and the next step depends only
         on this one's tokens; return None otherwise. A session that arrives meanwhile waits one step longer."""
         plan = self._planner.plan_early(verified.results) if self._queues_passes and not verified.failed else None
         if plan is None:
             return None
-        step = self._launched(plan)
+        step = self._start_pass(plan)
         self.stats.step_begun, self.stats.step_expected = step.begun, plan.expected
         return step
 

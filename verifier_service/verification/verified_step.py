@@ -32,7 +32,7 @@ def evenly(items: Sequence[Item], most: int) -> Sequence[Item]:
 
 
 class VerifiedStep:
-    """The verified trees of a step. The constructor waits for the forward pass, launched at time `launched`, and
+    """The verified trees of a step. The constructor waits for the forward pass, begun at the time `pass_begun`, and
     verifies; it commits nothing, and errors propagate. `apply` commits the tokens and makes the `draft_queries` of
     sessions whose row was undecided (CONTRASTIVE). `beside` is called while an asynchronous engine computes. `observe`
     is called with the verifications, the prompt rows that stop short of a root, and the logits, which are dropped
@@ -42,7 +42,7 @@ class VerifiedStep:
         self,
         entries: Sequence[tuple[RunningSession, ScheduledRows]],
         computing: Pass,
-        launched: float,
+        pass_begun: float,
         beside: Callable[[], None] = lambda: None,
         observe: Callable[[Sequence[TreeVerification], Prompts, StepLogits], None] = lambda *_: None,
     ) -> None:
@@ -57,7 +57,7 @@ class VerifiedStep:
         sessions = [entry.session for entry, _ in entries]
         before = [session.grammar_seconds for session in sessions]
         logits = computing.logits(asked)
-        self.forward_seconds = time.monotonic() - launched
+        self.forward_seconds = time.monotonic() - pass_begun
         self._grammar_seconds = [(s, s.grammar_seconds - earlier) for s, earlier in zip(sessions, before, strict=True)]
         verify_trees(verifications, logits)
         scores = _prompt_scores(entries, logits)
