@@ -63,21 +63,21 @@ class NotFiniteError(FloatingPointError):
         super().__init__("the model's logits are not finite")
 
 
-def verify_trees(verifications: Sequence[TreeVerification], rows: StepLogits) -> None:
+def verify_trees(verifications: Sequence[TreeVerification], logits: StepLogits) -> None:
     """Verify the trees of all sessions, each until its verification ends or fails. A chain stops at a node that has
     several children or a non-finite row; the token after that node is then chosen on its own."""
     while verifications:
-        verifications = _at_one_level(_past_typical(_past_chains(verifications, rows), rows), rows)
+        verifications = _at_one_level(_past_typical(_past_chains(verifications, logits), logits), logits)
 
 
-def _past_chains(verifications: Sequence[TreeVerification], rows: StepLogits) -> Sequence[TreeVerification]:
+def _past_chains(verifications: Sequence[TreeVerification], logits: StepLogits) -> Sequence[TreeVerification]:
     """Verify the chains below the current nodes; return the verifications that go on."""
     queries = [verification.chain() for verification in verifications]
     asked = [query for query in queries if query is not None]
     if not asked:
         return verifications
     remaining: list[TreeVerification] = []
-    found = iter(rows.verify_chains(asked))
+    found = iter(logits.verify_chains(asked))
     for verification, query in zip(verifications, queries, strict=True):
         tokens = list[int]()
         if query is not None:
@@ -91,13 +91,13 @@ def _past_chains(verifications: Sequence[TreeVerification], rows: StepLogits) ->
     return remaining
 
 
-def _past_typical(verifications: Sequence[TreeVerification], rows: StepLogits) -> Sequence[TreeVerification]:
+def _past_typical(verifications: Sequence[TreeVerification], logits: StepLogits) -> Sequence[TreeVerification]:
     """Take the typical candidates below the current nodes (TYPICAL); return the verifications that go on."""
     queries = [verification.typical() for verification in verifications]
     asked = [query for query in queries if query is not None]
     if not asked:
         return verifications
-    found = iter(rows.accept_typical(asked))
+    found = iter(logits.accept_typical(asked))
     accepted = [[] if query is None else next(found) for query in queries]
     return [
         verification
@@ -106,7 +106,7 @@ def _past_typical(verifications: Sequence[TreeVerification], rows: StepLogits) -
     ]
 
 
-def _at_one_level(verifications: Sequence[TreeVerification], rows: StepLogits) -> list[TreeVerification]:
+def _at_one_level(verifications: Sequence[TreeVerification], logits: StepLogits) -> list[TreeVerification]:
     """Choose a token at the current node of each verification; return the verifications that go on."""
     queries: list[SamplingQuery] = []
     asking: list[TreeVerification] = []
@@ -114,13 +114,13 @@ def _at_one_level(verifications: Sequence[TreeVerification], rows: StepLogits) -
         try:
             queries.append(verification.query())
         except GrammarError as error:
-            _, (finite,) = rows.choose([verification.row], [ANY])  # if not finite, its memory must be wiped
+            _, (finite,) = logits.choose([verification.row], [ANY])  # if not finite, its memory must be wiped
             verification.fail(GrammarFailureError(str(error)) if finite else NotFiniteError())
         else:
             asking.append(verification)
     remaining: list[TreeVerification] = []
     if asking:
-        tokens, sound = rows.choose([verification.row for verification in asking], queries)
+        tokens, sound = logits.choose([verification.row for verification in asking], queries)
         undecided: list[tuple[TreeVerification, SamplingQuery]] = []
         for verification, query, token, finite in zip(asking, queries, tokens.tolist(), sound.tolist(), strict=True):
             if not finite:
@@ -130,7 +130,7 @@ def _at_one_level(verifications: Sequence[TreeVerification], rows: StepLogits) -
             elif verification.take(token):
                 remaining.append(verification)
         if undecided:
-            lacking = rows.plausible(
+            lacking = logits.plausible(
                 [verification.row for verification, _ in undecided], [query for _, query in undecided]
             )
             for (verification, _), plausible in zip(undecided, lacking, strict=True):
