@@ -72,7 +72,7 @@ def verify_trees(verifications: Sequence[TreeVerification], logits: StepLogits) 
 
 def _past_chains(verifications: Sequence[TreeVerification], logits: StepLogits) -> Sequence[TreeVerification]:
     """Verify the chains below the current nodes; return the verifications that go on."""
-    queries = [verification.chain() for verification in verifications]
+    queries = [verification.chain_query() for verification in verifications]
     asked = [query for query in queries if query is not None]
     if not asked:
         return verifications
@@ -93,7 +93,7 @@ def _past_chains(verifications: Sequence[TreeVerification], logits: StepLogits) 
 
 def _past_typical(verifications: Sequence[TreeVerification], logits: StepLogits) -> Sequence[TreeVerification]:
     """Take the typical candidates below the current nodes (TYPICAL); return the verifications that go on."""
-    queries = [verification.typical() for verification in verifications]
+    queries = [verification.typical_query() for verification in verifications]
     asked = [query for query in queries if query is not None]
     if not asked:
         return verifications
@@ -142,11 +142,11 @@ class TreeVerification:
     """The verification of a session's token tree in one step, at first at the root."""
 
     __slots__ = (
-        "_asked",
         "_blocks",
         "_is_undecided",
         "_node",
         "_path",
+        "_prepared",
         "_typical",
         "error",
         "kv_copies",
@@ -174,19 +174,22 @@ class TreeVerification:
         self.row = planned.root_row  # of the current node's logits, as an index among the results
         self._node = session.tree.root
         self._path: list[int] = []
-        self._asked: dict[int, SamplingQuery] = {}  # queries made in advance, by row
+        self._prepared: dict[int, SamplingQuery] = {}  # queries made in advance, by row
         self._blocks = session.verifies_blocks
         self._typical = session.request.sampler.rule is Rule.TYPICAL
 
     def query(self) -> SamplingQuery:
         """Return the sampling query below the current node; GrammarError if the grammar is too complex."""
-        asked = self._asked.get(self.row)
-        return self._query(self._node, self._path, self.session.allowed(self._path)) if asked is None else asked
+        prepared = self._prepared.get(self.row)
+        if prepared is not None:
+            return prepared
+        return self._query_below(self._node, self._path, self.session.allowed(self._path))
 
-    def queries(self) -> Iterator[tuple[int, SamplingQuery]]:
-        """Yield (row index among the results, sampling query) for every row the step may reach: the root's, the
-        candidates', and the window's. Two kinds of rows are left out: those of a chain query that the window does not
-        use, and those without a mask in advance, which verification queries when it reaches them."""
+    def prepare_queries(self) -> Iterator[tuple[int, SamplingQuery]]:
+        """Make queries in advance. Yield (row index among the results, sampling query) for every row the step may
+        reach: the root's, the candidates', and the window's. Two kinds of rows are left out: those of a chain query
+        that the window does not use, and those without a mask in advance, which verification queries when it reaches
+        them."""
         tree = self.planned.tree
         nodes, paths = {self.row: self._node}, {id(self._node): self._path}
         if tree is not None:
@@ -202,11 +205,11 @@ class TreeVerification:
                 allowed = self.session.allowed(path)
             except GrammarError:
                 continue
-            self._asked[row] = query = self._query(node, path, allowed)
+            self._prepared[row] = query = self._query_below(node, path, allowed)
             yield row, query
         yield from ((row, query) for row, query in self.lookahead_queries() if row not in nodes or row in in_chain)
 
-    def chain(self) -> ChainQuery | None:
+    def chain_query(self) -> ChainQuery | None:
         """Return the query about the chain of draws below the current node. It ends before the first candidate without
         a row, and at a node with several children. None if there is no chain, or draws are tested one by one."""
         if not self._blocks:
@@ -215,7 +218,7 @@ class TreeVerification:
         rows, queries = list[int](), list[SamplingQuery]()
         try:
             while len(node.children) <= 1:
-                queries.append(self._query(node, path, self.session.allowed(path)))
+                queries.append(self._query_below(node, path, self.session.allowed(path)))
                 rows.append(row)
                 child = next(iter(node.children.values()), None)
                 if child is None or tree is None or id(child) not in tree.results:
@@ -227,7 +230,7 @@ class TreeVerification:
             return None
         return ChainQuery(rows, queries)
 
-    def typical(self) -> TypicalQuery | None:
+    def typical_query(self) -> TypicalQuery | None:
         """Return the query about the step's candidates below the current node; None if there are none, or the rule is
         not TYPICAL."""
         tree = self.planned.tree
@@ -239,9 +242,9 @@ class TreeVerification:
             below = [child for child in node.children.values() if id(child) in tree.results]
             if not below:
                 continue
-            query = self._asked.get(row)
+            query = self._prepared.get(row)
             try:
-                query = query or self._query(node, path, self.session.allowed(path))
+                query = query or self._query_below(node, path, self.session.allowed(path))
             except GrammarError:
                 continue  # raised again if verification gets there
             number = len(rows)
@@ -343,7 +346,7 @@ class TreeVerification:
         child = self._node.children.get(token)
         return child if child is not None and id(child) in tree.results else None
 
-    def _query(self, node: Node, path: list[int], allowed: TokenMask | None) -> SamplingQuery:
+    def _query_below(self, node: Node, path: list[int], allowed: TokenMask | None) -> SamplingQuery:
         """Return the sampling query below a node. Sampled children are tested even if they are not in this step: if
         one is accepted, the candidates below it stay alive."""
         proposal = None if node.distribution is None else Proposal(tuple(node.children), node.distribution)

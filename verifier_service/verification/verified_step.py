@@ -50,7 +50,7 @@ class VerifiedStep:
         verifications = [verification for _, verification in pairs]
 
         def asked() -> Mapping[int, SamplingQuery]:
-            queries = dict(chain.from_iterable([v.queries() for v in verifications]))
+            queries = dict(chain.from_iterable([v.prepare_queries() for v in verifications]))
             beside()
             return queries
 
