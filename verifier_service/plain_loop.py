@@ -17,7 +17,7 @@ from verifier_service.backend.stats import VerifierStats
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
-from verifier_service.verification.verified_step import VerifiedStep
+from verifier_service.verification.verified_step import verify_step
 
 
 class PlainLoop(EngineWorker[VerifierSession]):
@@ -61,14 +61,14 @@ class PlainLoop(EngineWorker[VerifierSession]):
         planned = [(e, e.session.plan(packer, min(self._step_rows, e.session.computable), [], [])) for e in ready]
         rows = len(packer.tokens)  # without padding
         try:
-            verified = VerifiedStep(planned, self._launch(packer.pack()), start)
+            verified = verify_step(planned, self._launch(packer.pack()), start)
         except Exception as error:
             self._probe.pass_failed(packer.slots)
             self.step_failed([entry.session for entry in ready], error)
             return 0.0
         self.step_succeeded(entry.session for entry in ready)
         now = time.monotonic()
-        results = verified.apply(now)
+        results = verified.commit(now)
         for entry, why in verified.failed:
             self._end(entry, why)
         for entry, scores in verified.scores:

@@ -52,7 +52,7 @@ from verifier_service.sessions.window_gain import WindowsByTenant
 from verifier_service.settings.tuning import DEFAULTS, Tuning
 from verifier_service.speculation.controller import Controllers, SpeculationController
 from verifier_service.verification.tree_verification import warm_up
-from verifier_service.verification.verified_step import VerifiedStep, grammar_seconds
+from verifier_service.verification.verified_step import VerifiedStep, grammar_seconds, verify_step
 
 if TYPE_CHECKING:  # imports torch
     from verifier_service.proposers.feature_source import FeatureSource
@@ -332,8 +332,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         # 1. Wait for the forward pass and verify all trees.
         grammars_before = grammar_seconds(plan.entries)
         try:
-            prepare = partial(self._planner.prepare, plan)
-            verified = VerifiedStep(plan.entries, step.computing, step.pass_begun, prepare, self._speculation.observe)
+            pack_next = partial(self._planner.pack_next, plan)
+            verified = verify_step(plan.entries, step.computing, step.pass_begun, pack_next, self._speculation.observe)
         except Exception as error:  # the whole step is void; its sessions are retried
             self._looked_up = 0.0
             for entry in self._queue.running:  # while sessions are retried one by one, the others wait
@@ -352,7 +352,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         # Not a cost of rows: excluded from the latency model.
         in_grammars = grammar_seconds(plan.entries) - grammars_before
         self._early = self._launch_early(verified)
-        results = verified.apply(end)
+        results = verified.commit(end)
         for entry, why in verified.failed:
             entry.computing_prompt = False
             self._quarantine(entry, why)

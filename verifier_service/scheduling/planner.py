@@ -147,7 +147,7 @@ class Planner:
         plan = StepPlan(pack, written, entries, taken, expected, sitting_out, division)
         return plan if plan.decodes_only else replace(plan, expected=plan.expected * self._prompts.slowdown.factor)
 
-    def prepare(self, plan: StepPlan) -> None:
+    def pack_next(self, plan: StepPlan) -> None:
         """Pack the next step, if it can be foreseen."""
         self._certain = False
         try:
