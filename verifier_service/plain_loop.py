@@ -39,7 +39,7 @@ class PlainLoop(EngineWorker[VerifierSession]):
         """Maximum tokens of memory for one session."""
         return self.pool.usable * BLOCK
 
-    def attach(self, entry: RunningSession) -> None:
+    def enqueue(self, entry: RunningSession) -> None:
         """Queue a session for memory; EngineLostError if the engine is lost."""
         self.check_works()
         self._queue.add(entry)

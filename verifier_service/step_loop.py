@@ -200,9 +200,9 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     def serve(
         self, session: VerifierSession, responses: ResponseQueue[Any], make: ResponseMaker, timeline: Timeline
     ) -> None:
-        self.attach(RunningSession(session, responses, make, timeline=timeline))
+        self.enqueue(RunningSession(session, responses, make, timeline=timeline))
 
-    def attach(self, entry: RunningSession) -> None:
+    def enqueue(self, entry: RunningSession) -> None:
         """Queue a session for memory; EngineLostError if the engine is lost."""
         self.check_works()
         self._planner.shares.joined(entry)
@@ -223,12 +223,12 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
 
     def step(self) -> float | None:
         early, self._early = self._early, None
-        wait = self._run_due() if early is None else self._run_early(early)
+        wait = self._run_if_due() if early is None else self._run_early(early)
         if self._early is None:
             self.stats.step_begun = 0.0
         return wait
 
-    def _run_due(self) -> float | None:
+    def _run_if_due(self) -> float | None:
         """Run the next step and return 0. Return the seconds to wait if the step is delayed; None if no session is
         ready."""
         self._queue.admit()
@@ -261,7 +261,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         proposed = self._speculation.propose(Phase.AFTER_DELAY, sessions)
         kept = self._queue.reserve_texts(ready)
         if kept:
-            self._run_step(kept, batches, proposed, waited, division)
+            self._plan_and_run(kept, batches, proposed, waited, division)
         return 0.0
 
     def _ready(self) -> tuple[list[RunningSession], bool]:
@@ -286,7 +286,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             sessions, drafted, now, last_step=self._last_step, latency=latency, break_even=break_even
         )
 
-    def _run_step(
+    def _plan_and_run(
         self,
         ready: list[RunningSession],
         batches: Sequence[Batch],
@@ -294,7 +294,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         waited: float,
         division: Division | None,
     ) -> None:
-        """Collect every session's rows, and run a step over them."""
+        """Plan a step of the ready sessions, and run it."""
         begun = time.monotonic()
         plan = self._planner.plan(ready, proposed.seconds, division)
         if not plan.entries:  # the sessions chosen for this step were preempted, the others sit it out

@@ -61,7 +61,7 @@ STEP_FUNCTIONS = (
     "verify_step",
     "VerifiedStep.commit",
     "StepLoop._complete",
-    "StepLoop._run_step",
+    "StepLoop._plan_and_run",
     "StepLoop.step",
     "EngineWorker.turn",
 )

@@ -6,7 +6,7 @@ from bench.serving.overhead import shares
 
 THREAD = "thread (1): step-loop;Worker._run (worker.py:70);"
 TURN = THREAD + "EngineWorker.turn (engine_worker.py:59);"
-STEP = TURN + "StepLoop._run_step (step_loop.py:214);StepLoop._complete (step_loop.py:240);"
+STEP = TURN + "StepLoop._plan_and_run (step_loop.py:214);StepLoop._complete (step_loop.py:240);"
 VERIFIED = STEP + "verify_step (verified_step.py:34);"
 FORWARD = VERIFIED + "HostPass.logits (engine.py:60);TorchEngine.forward (torch_engine.py:134);"
 LOOP = "thread (2): MainThread;BaseEventLoop.run_forever (events.py:607);BaseEventLoop._run_once (events.py:1906);"
