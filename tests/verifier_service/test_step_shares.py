@@ -95,7 +95,7 @@ def test_no_tenant_gets_fewer_candidates_than_none(
         if (division := shares.divide(entries, latency)) is None:
             return
         wanted = {f"tenant {number}": extra[number % len(extra)] for number in range(len(crowd))}
-        allowed = division.candidates(wanted)
+        allowed = division.candidate_rows(wanted)
         assert all(0 <= count <= wanted[tenant] for tenant, count in allowed.items())
         shares.begin(division)
 

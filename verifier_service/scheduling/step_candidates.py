@@ -9,7 +9,7 @@ weights, C is used if every tenant gets at least its part of the token rate that
 
 where E_i are the expected tokens of i's sessions (1 for a root, its path probability for a candidate), and T and A_i
 the seconds of the joint step and of i's step alone. Otherwise tenant i gets C_i, or the best k_i candidates and windows
-if its part of the step leaves room for k_i < |C_i| rows (`Division.candidates`).
+if its part of the step leaves room for k_i < |C_i| rows (`Division.candidate_rows`).
 
 A session forced to speculate gets its best candidate even at a loss.
 """
@@ -157,7 +157,7 @@ class CandidateChoice:
         self, sessions: Sequence[VerifierSession], own: dict[str, Alone], division: Division
     ) -> StepCandidates:
         """Give each tenant the candidates and windows of its own step, as far as its part of this step allows."""
-        allowed = division.candidates({tenant: alone.extra for tenant, alone in own.items()})
+        allowed = division.candidate_rows({tenant: alone.extra for tenant, alone in own.items()})
         chosen: list[list[Node]] = [[] for _ in sessions]
         windows: list[LookaheadRows | None] = [None] * len(sessions)
         prices = [RowPrice(0.0, 0.0)] * len(sessions)

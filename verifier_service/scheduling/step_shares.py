@@ -119,7 +119,7 @@ class Division:
                 return False
         return True
 
-    def candidates(self, extra: Mapping[str, int]) -> dict[str, int]:
+    def candidate_rows(self, extra: Mapping[str, int]) -> dict[str, int]:
         """Return how many rows of candidates and windows each tenant may have; `extra`: the number it would have alone.
         Tenants with sessions sitting the step out get none: the rest of their part becomes credit for those sessions,
         since their roots bring more tokens than candidates would."""
