@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.speculation import Outlook
 from specdec.serving.response_queue import ResponseQueue
-from verifier_service.backend.result import PromptScores, StepSeconds, StepTimes, VerifyResult
+from verifier_service.backend.result import CommitDetails, PromptScores, StepSeconds, VerifyResult
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.settings.tuning import CommitTuning
@@ -128,7 +128,7 @@ class CommitPublisher:
         entry.drafting_wanted = self._eligibility.uses_remote_draft(session)
         rates = self._controllers.of(session).rates
         changed, entry.sent_rates = rates is not entry.sent_rates, rates
-        times = StepTimes(
+        details = CommitDetails(
             *seconds,
             queued=entry.queued,
             cached=cached,
@@ -141,4 +141,4 @@ class CommitPublisher:
         result, entry.pending_result = entry.pending_result, None
         entry.queued, entry.last_sent_at = 0.0, time.monotonic()
         assert result is not None
-        return entry.responses, partial(entry.make.commit, result, times)
+        return entry.responses, partial(entry.make.commit, result, details)

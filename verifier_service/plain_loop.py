@@ -12,7 +12,7 @@ from specdec.engine.engine import Engine, launch_of
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.probe import EngineProbe
 from specdec.serving.engine_worker import EngineWorker
-from verifier_service.backend.result import StepSeconds, StepTimes
+from verifier_service.backend.result import CommitDetails, StepSeconds
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
@@ -76,7 +76,7 @@ class PlainLoop(EngineWorker[VerifierSession]):
                 entry.responses.send(entry.make.scores(part))
         seconds = StepSeconds(verified.forward_seconds, now - start)
         for entry, result in results:
-            entry.responses.send(entry.make.commit(result, StepTimes(*seconds, entry.queued)))
+            entry.responses.send(entry.make.commit(result, CommitDetails(*seconds, entry.queued)))
             if result.finish:
                 self._queue.lengths.add(entry.session.generated)
                 self.detach(entry.session)

@@ -16,7 +16,7 @@ from specdec.serving.timeline import Timeline
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.stack import served
 from verifier_service.backend.request import Policy, VerifierSessionRequest
-from verifier_service.backend.result import LENGTH, PLAIN, StepTimes, VerifyResult
+from verifier_service.backend.result import LENGTH, PLAIN, CommitDetails, VerifyResult
 from verifier_service.backend.session_backend import MemoryUse, ResponseMaker, SessionBackend
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.servicer import VerifierLimits, VerifierServicer
@@ -92,7 +92,7 @@ class Counting(SessionBackend):
             result = VerifyResult(len(session.text), 0, [token], [PLAIN], finish=finish)
             session.text.append(token)
             assert session.responses is not None
-            session.responses.send(session.make.commit(result, StepTimes(0.0, 0.0, 0.0, 0.0)))
+            session.responses.send(session.make.commit(result, CommitDetails(0.0, 0.0, 0.0, 0.0)))
         return None
 
 

@@ -213,10 +213,10 @@ class StepSeconds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepTimes:
-    """Times of one step in seconds, and other fields of a session's commit that are not in the verify result."""
+class CommitDetails:
+    """Fields of a session's commit that are not in the verify result. Durations are in seconds."""
 
-    forward: float
+    forward: float  # of its last step, as are the next two
     step: float
     waited: float  # step delay, for candidates
     queued: float  # wait for memory since the session's last commit

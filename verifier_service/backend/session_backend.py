@@ -17,7 +17,7 @@ from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from specdec.serving.worker import Worker
 from verifier_service.backend.request import Policy, VerifierSessionRequest
-from verifier_service.backend.result import FeatureRows, PromptScores, StepTimes, VerifyResult
+from verifier_service.backend.result import CommitDetails, FeatureRows, PromptScores, VerifyResult
 from verifier_service.backend.stats import VerifierStats
 
 
@@ -25,8 +25,8 @@ class ResponseMaker:
     """Turns a session's results into its responses, on the event loop of the response queue. Unless overridden, the
     results are the responses."""
 
-    def commit(self, result: VerifyResult, times: StepTimes) -> Any:
-        return result, times
+    def commit(self, result: VerifyResult, details: CommitDetails) -> Any:
+        return result, details
 
     def scores(self, scores: PromptScores) -> Any:
         return scores
