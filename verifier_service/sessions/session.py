@@ -414,7 +414,7 @@ class VerifierSession:
                 grammar.commit(result.tokens)
         self._checksum = result.checksum = checksum.extended(self._checksum, result.tokens, result.finish)
 
-    def finish(self, token: int, position: int) -> int:
+    def finish_reason(self, token: int, position: int) -> int:
         """Return the FinishReason if the text ends with this token; 0 if it continues."""
         if token in self.request.end_tokens:
             return STOP

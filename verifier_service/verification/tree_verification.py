@@ -280,7 +280,7 @@ class TreeVerification:
         result = self.result
         result.tokens.append(token)
         result.sources.append(self._source(child))
-        result.finish = self.session.finish(token, position)
+        result.finish = self.session.finish_reason(token, position)
         if tree is None or child is None:
             return False
         result.accepted += 1
