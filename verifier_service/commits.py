@@ -61,7 +61,7 @@ class CommitPublisher:
         """Send the log-probabilities of prompt tokens."""
         ResponseQueue.send_all(
             [
-                (entry.responses, partial(entry.make.scores, part))
+                (entry.responses, partial(entry.response_maker.scores, part))
                 for entry, of_session in scores
                 for part in of_session.parts()
             ]
@@ -76,14 +76,14 @@ class CommitPublisher:
             if result.finish or entry.responses.full or not self._eligibility.uses_remote_draft(session):
                 continue
             if (rows := source.unsent(session)) is not None:
-                messages += [(entry.responses, partial(entry.make.features, part)) for part in rows.parts()]
+                messages += [(entry.responses, partial(entry.response_maker.features, part)) for part in rows.parts()]
         ResponseQueue.send_all(messages)
 
     def send_queries(self, queries: Iterable[tuple[RunningSession, DraftQuery]]) -> None:
         """Send queries to drafts, each after the commits of its text."""
         for entry, query in queries:
             self.send_pending(entry)
-            ResponseQueue.send_all([(entry.responses, partial(entry.make.query, query))])
+            ResponseQueue.send_all([(entry.responses, partial(entry.response_maker.query, query))])
 
     def _due(self, when: float) -> Callable[[RunningSession], bool]:
         """Return a predicate: whether a session's pending result is due at the time `when`, even if not awaited."""
@@ -141,4 +141,4 @@ class CommitPublisher:
         result, entry.pending_result = entry.pending_result, None
         entry.queued, entry.last_sent_at = 0.0, time.monotonic()
         assert result is not None
-        return entry.responses, partial(entry.make.commit, result, details)
+        return entry.responses, partial(entry.response_maker.commit, result, details)

@@ -73,15 +73,15 @@ class PlainLoop(EngineWorker[VerifierSession]):
             self._end(entry, why)
         for entry, scores in verified.scores:
             for part in scores.parts():
-                entry.responses.send(entry.make.scores(part))
+                entry.responses.send(entry.response_maker.scores(part))
         seconds = StepSeconds(verified.forward_seconds, now - start)
         for entry, result in results:
-            entry.responses.send(entry.make.commit(result, CommitDetails(*seconds, entry.queued)))
+            entry.responses.send(entry.response_maker.commit(result, CommitDetails(*seconds, entry.queued)))
             if result.finish:
                 self._queue.lengths.add(entry.session.generated)
                 self.detach(entry.session)
         for entry, query in verified.draft_queries:
-            entry.responses.send(entry.make.query(query))
+            entry.responses.send(entry.response_maker.query(query))
         self.stats.observe(rows, seconds, [result for _, result in results])
         return 0.0
 

@@ -198,9 +198,9 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     # --- actions: called in the loop's thread -------------------------------------------------------
 
     def serve(
-        self, session: VerifierSession, responses: ResponseQueue[Any], make: ResponseMaker, timeline: Timeline
+        self, session: VerifierSession, responses: ResponseQueue[Any], response_maker: ResponseMaker, timeline: Timeline
     ) -> None:
-        self.enqueue(RunningSession(session, responses, make, timeline=timeline))
+        self.enqueue(RunningSession(session, responses, response_maker, timeline=timeline))
 
     def enqueue(self, entry: RunningSession) -> None:
         """Queue a session for memory; EngineLostError if the engine is lost."""

@@ -96,7 +96,9 @@ class SessionBackend(Worker):
         """
 
     @abstractmethod
-    def serve(self, session: Any, responses: ResponseQueue[Any], make: ResponseMaker, timeline: Timeline) -> None:
+    def serve(
+        self, session: Any, responses: ResponseQueue[Any], response_maker: ResponseMaker, timeline: Timeline
+    ) -> None:
         """Allocate memory for a session as soon as possible, and send its commits until it ends or is detached. Before
         the commits, send the log-probabilities of its prompt, if requested. Also send queries to its draft
         (CONTRASTIVE), and features to a draft that reads them. Record in the timeline when the session is admitted or

@@ -16,11 +16,12 @@ from verifier_service.sessions.session import VerifierSession
 
 @dataclass(eq=False)
 class RunningSession:
-    """A session in the step loop, owned by the loop's thread. `make` makes the items of `responses`."""
+    """A session in the step loop, owned by the loop's thread. `response_maker` makes the items of
+    `responses`."""
 
     session: VerifierSession
     responses: ResponseQueue[Any]
-    make: ResponseMaker = field(default_factory=ResponseMaker)
+    response_maker: ResponseMaker = field(default_factory=ResponseMaker)
     arrival: int = 0
     preemptions: int = 0
     waiting_since: float = 0.0  # for memory
