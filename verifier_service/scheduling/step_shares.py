@@ -29,7 +29,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specdec.serving.fair_turns import Pool
+from specdec.serving.fair_turns import SharedBudget
 from verifier_service.backend.result import VerifyResult
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.sessions.running_session import RunningSession
@@ -134,17 +134,17 @@ class Division:
             for tenant in self.tenants
             if tenant != least
         }
-        pool = Pool(left, {tenant: self.tenants[tenant].weight for tenant in wanted})
-        for tenant in pool.order(wanted):
-            part = pool.part(tenant)
+        budget = SharedBudget(left, {tenant: self.tenants[tenant].weight for tenant in wanted})
+        for tenant in budget.order(wanted):
+            part = budget.part(tenant)
             if tenant in held_up:
                 self.credit[tenant] = self.credit.get(tenant, 0.0) + part
                 found[tenant] = 0
-                pool.take(tenant, part)
+                budget.take(tenant, part)
             else:
                 most = self.latency.rows_within(self.latency.of(rows) + part) - rows
                 found[tenant] = max(0, min(extra.get(tenant, 0), most))
-                pool.take(tenant, self._slower_by(rows, found[tenant]))
+                budget.take(tenant, self._slower_by(rows, found[tenant]))
                 rows += found[tenant]
         return found
 
@@ -277,9 +277,9 @@ class StepShares:
             if tenant != least
         }
         # The bounding tenant's rows are in the step in any case; the others divide the rest of the bound.
-        pool = Pool(bound - division.alone(least), {tenant: tenants[tenant].weight for tenant in wanted})
-        for tenant in pool.order(wanted):
-            presence, part = tenants[tenant], pool.part(tenant)
+        budget = SharedBudget(bound - division.alone(least), {tenant: tenants[tenant].weight for tenant in wanted})
+        for tenant in budget.order(wanted):
+            presence, part = tenants[tenant], budget.part(tenant)
             count = len(presence.prompts) + len(presence.decoders)
             # A tenant's decoding and prompts divide its part in proportion to their sessions.
             of_texts = part * len(presence.decoders) / count
@@ -289,7 +289,7 @@ class StepShares:
             if wanted[tenant] <= part and not waiting:
                 division.credit[tenant] = 0.0  # fully served: no credit to carry over
                 # Rows may cost more after other tenants' rows than estimated in `wanted`.
-                pool.take(tenant, max(0.0, wanted[tenant], of_texts - left))
+                budget.take(tenant, max(0.0, wanted[tenant], of_texts - left))
                 continue
             # Credit only for sessions that wait (deficit round robin also resets an empty queue). An overdraft stays,
             # but prompts repay it below: `charge` then carries over what is left of it.
@@ -298,7 +298,7 @@ class StepShares:
                 # Seconds not used by decoding go to the tenant's prompts, unless they are credit for sessions that
                 # wait.
                 division.prompt_seconds[tenant] = of_prompts if waiting else of_prompts + left
-            pool.take(tenant, part)
+            budget.take(tenant, part)
 
 
 def _average(before: float, latest: float) -> float:
