@@ -34,7 +34,7 @@ class CommitPublisher:
         self._eligibility = eligibility
         self._tuning = tuning
         self._messages_a_second = tuning.messages_a_second if on_cpu else tuning.device_messages_a_second
-        self._drafted = 0  # running sessions that use a remote draft
+        self._drafted_sessions = 0  # running sessions that use a remote draft
 
     def send_before(self, step_seconds: float, sitting_out: Sequence[RunningSession]) -> None:
         """Before a step of `step_seconds`, send pending results of sessions sitting it out, if due by the step's
@@ -45,7 +45,8 @@ class CommitPublisher:
 
     def publish(self, results: Sequence[tuple[RunningSession, VerifyResult]], seconds: StepSeconds) -> None:
         """Add a step's results to the pending ones, and send those that are due, awaited, or the last of a text."""
-        self._drafted = sum(self._eligibility.uses_remote_draft(entry.session) for entry in self._queue.running)
+        running, eligibility = self._queue.running, self._eligibility
+        self._drafted_sessions = sum(eligibility.uses_remote_draft(entry.session) for entry in running)
         is_due = self._due(time.monotonic())
         messages = []
         for entry, result in results:
@@ -134,7 +135,7 @@ class CommitPublisher:
             cached=cached,
             preemptions=entry.preemptions,
             outlook=Outlook(entry.drafting_wanted, self._eligibility.break_even),
-            drafted=self._drafted,
+            drafted_sessions=self._drafted_sessions,
             round_trip=session.draft_timing.round_trip,
             rates=rates if changed else None,
         )

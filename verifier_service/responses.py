@@ -60,7 +60,7 @@ class SessionResponses(ResponseMaker):
             steps=result.steps,
             drafting_wanted=details.outlook.drafting_wanted,
             min_candidate_probability=details.outlook.break_even,
-            drafted_sessions=details.drafted,
+            drafted_sessions=details.drafted_sessions,
             checksum=result.checksum,
             round_trip_us=int(1e6 * details.round_trip),
             undrafted_tokens=result.undrafted,

@@ -223,6 +223,6 @@ class CommitDetails:
     cached: int = 0  # on the first commit: tokens found in the KV cache
     preemptions: int = 0  # of the session so far
     outlook: Outlook = NO_DRAFT_PAYS
-    drafted: int = 0  # the pod's sessions with a draft
+    drafted_sessions: int = 0  # of the pod, with a draft
     round_trip: float = 0.0  # to the session's draft and back; 0: unknown
     rates: Mapping[str, float] | None = None  # tokens a second by mode, if changed since the last commit
