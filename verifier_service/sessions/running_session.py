@@ -16,8 +16,7 @@ from verifier_service.sessions.session import VerifierSession
 
 @dataclass(eq=False)
 class RunningSession:
-    """A session in the step loop, owned by the loop's thread. `response_maker` makes the items of
-    `responses`."""
+    """A session in the step loop, owned by the loop's thread. `response_maker` makes the items of `responses`."""
 
     session: VerifierSession
     responses: ResponseQueue[Any]
