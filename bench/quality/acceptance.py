@@ -154,7 +154,7 @@ class Pair:
             raise verification.error
         if verification.kv_copies:
             self.target.copy(*np.asarray(verification.kv_copies).T)
-        result = verification.apply(0.0)
+        result = verification.commit_result(0.0)
         count.tokens += len(result.tokens)
         count.steps += 1
         count.accepted += result.accepted

@@ -102,7 +102,7 @@ def step(session: VerifierSession, p: Model, rows: int) -> VerifyResult:
     verification = TreeVerification(session, planned)
     verify_trees([verification], HostLogits(logits))
     assert verification.error is None
-    result = verification.apply(0.0)
+    result = verification.commit_result(0.0)
     assert len(result.tokens) == len(result.sources) == result.accepted + 1
     assert session.computed == session.tree.base - 1
     return result

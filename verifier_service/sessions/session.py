@@ -397,7 +397,7 @@ class VerifierSession:
         """Record that a step has scored these tokens of the prompt."""
         self.scored = scores.first + len(scores.logprobs)
 
-    def apply(self, result: VerifyResult, computed: int, now: float) -> None:
+    def apply_result(self, result: VerifyResult, computed: int, now: float) -> None:
         """Commit a step's tokens, and update the session's state and statistics. The step computed `computed` committed
         tokens, besides the accepted candidates."""
         self.computed += computed + result.accepted

@@ -312,15 +312,15 @@ class TreeVerification:
         self.result.accepted -= 1
         self.result.sources[-1] = BONUS
 
-    def apply(self, now: float) -> VerifyResult:
-        """Apply the result to the session and return it."""
+    def commit_result(self, now: float) -> VerifyResult:
+        """Complete the result, apply it to the session and return it."""
         if self.session.request.rejected_candidates and self.planned.tree is not None:
             self.result.rejected = list(self._rejected(self.planned.tree))
         if self.planned.undrafted:
             self.result.undrafted = len(self.result.tokens)
         if self.planned.decision is not None:
             self.result.decisions.append(self.planned.decision)
-        self.session.apply(self.result, self.planned.count, now)
+        self.session.apply_result(self.result, self.planned.count, now)
         return self.result
 
     def _rejected(self, tree: TreeRows) -> Iterator[RejectedCandidate]:

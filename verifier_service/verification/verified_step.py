@@ -145,7 +145,7 @@ class VerifiedStep:
             entry.session.computed += rows.count
         for entry, scores in self.scores:
             entry.session.apply_scores(scores)
-        results = [(entry, verification.apply(now)) for entry, verification in self._sound]
+        results = [(entry, verification.commit_result(now)) for entry, verification in self._sound]
         for entry, verification in self._undecided:
             if not verification.result.tokens:
                 entry.session.computed += verification.planned.count - 1  # the root's row is computed again
