@@ -334,12 +334,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         try:
             pack_next = partial(self._planner.pack_next, plan)
             verified = verify_step(plan.entries, step.computing, step.pass_begun, pack_next, self._speculation.observe)
-        except Exception as error:  # the whole step is void; its sessions are retried
-            self._looked_up = 0.0
-            for entry in self._queue.running:  # while sessions are retried one by one, the others wait
-                self._publisher.send_pending(entry)
-            self._probe.pass_failed(np.asarray(plan.written, dtype=np.int64))
-            self.step_failed([entry.session for entry, _ in plan.entries], error)
+        except Exception as error:
+            self._drop_step(plan, error)
             return
 
         # 2. Commit the tokens. If the next step is certain, launch it first: the device computes it meanwhile.
@@ -362,6 +358,14 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         seconds = StepSeconds(verified.forward_seconds, end - begun, waited)
         self._learn(plan, results, batches, proposed, seconds, since_last=end - since)
         self._send(verified, results, seconds)
+
+    def _drop_step(self, plan: StepPlan, error: Exception) -> None:
+        """Drop a failed step as a whole, and have its sessions retried."""
+        self._looked_up = 0.0
+        for entry in self._queue.running:  # while sessions are retried one by one, the others wait
+            self._publisher.send_pending(entry)
+        self._probe.pass_failed(np.asarray(plan.written, dtype=np.int64))
+        self.step_failed([entry.session for entry, _ in plan.entries], error)
 
     def _learn(
         self,
