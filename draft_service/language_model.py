@@ -26,7 +26,7 @@ from specdec.engine.engine import DraftPass, Engine, draft_pass_of
 from specdec.engine.kv.slots import KVPool, Slots
 from specdec.engine.model_directory import MAX_CONTEXT
 from specdec.engine.probe import EngineProbe
-from specdec.serving.fair_turns import Pool
+from specdec.serving.fair_turns import SharedBudget
 
 
 class SessionSlots:
@@ -388,10 +388,10 @@ class LanguageModelDrafter(Drafter):
             for tenant, weight in weights.items()
         }
         wanted = {tenant: float(self._rows_per_session * len(own)) for tenant, own in tenants.items()}
-        pool, parts, left = Pool(rows, weights), dict[str, float](), rows
-        for tenant in pool.order(wanted):
-            parts[tenant] = pool.part(tenant)
-            pool.take(tenant, min(parts[tenant], wanted[tenant]))
+        budget, parts, left = SharedBudget(rows, weights), dict[str, float](), rows
+        for tenant in budget.order(wanted):
+            parts[tenant] = budget.part(tenant)
+            budget.take(tenant, min(parts[tenant], wanted[tenant]))
         # Parts are rounded to whole rows and may not cover every tenant, so the least served tenants come first.
         for tenant in sorted(tenants, key=virtual_times.__getitem__):
             own, part = tenants[tenant], min(left, max(1, round(parts[tenant])))
@@ -446,14 +446,14 @@ def _by_tenant(sessions: Iterable[ModelSession]) -> dict[str, list[ModelSession]
 def _shared_by_tenant(reading: Sequence[ModelSession], rows: int) -> Iterator[tuple[ModelSession, int]]:
     """Yield the results of `_shared` for each tenant, with the rows divided among tenants by weight."""
     tenants = _by_tenant(reading)
-    pool = Pool(rows, {tenant: own[0].session.request.weight for tenant, own in tenants.items()})
+    budget = SharedBudget(rows, {tenant: own[0].session.request.weight for tenant, own in tenants.items()})
     wanted = {tenant: float(sum(session.pending_text for session in own)) for tenant, own in tenants.items()}
-    for tenant in pool.order(wanted):
+    for tenant in budget.order(wanted):
         taken = 0
-        for session, most in _shared(tenants[tenant], math.ceil(pool.part(tenant))):
+        for session, most in _shared(tenants[tenant], math.ceil(budget.part(tenant))):
             taken += min(most, session.pending_text)
             yield session, most
-        pool.take(tenant, taken)
+        budget.take(tenant, taken)
 
 
 def _reading_order(session: ModelSession) -> tuple[bool, int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specdec.serving.response_queue import ResponseQueue
-from verifier_service.backend.result import PromptScores, StepTimes, VerifyResult
+from verifier_service.backend.result import CommitDetails, PromptScores, VerifyResult
 
 
 class _AtOnce:
@@ -39,14 +39,14 @@ class Handed(ResponseQueue[Any]):
             self._take(item)
 
 
-class Mailbox(ResponseQueue[tuple[VerifyResult, StepTimes]]):
+class Mailbox(ResponseQueue[tuple[VerifyResult, CommitDetails]]):
     """A response queue that keeps its items, and asserts that nothing follows a text's end and that prompt scores
     precede results."""
 
     def __init__(self) -> None:
         self._loop = _AtOnce()  # type: ignore[assignment]
         self.results: list[VerifyResult] = []
-        self.times: list[StepTimes] = []
+        self.details: list[CommitDetails] = []
         self.scores: list[PromptScores] = []
         self.error: Exception | None = None
 
@@ -54,7 +54,7 @@ class Mailbox(ResponseQueue[tuple[VerifyResult, StepTimes]]):
     def full(self) -> bool:
         return False
 
-    def _append(self, item: tuple[VerifyResult, StepTimes] | PromptScores | Exception) -> None:
+    def _append(self, item: tuple[VerifyResult, CommitDetails] | PromptScores | Exception) -> None:
         assert self.error is None
         assert not self.finish
         if isinstance(item, Exception):
@@ -64,7 +64,7 @@ class Mailbox(ResponseQueue[tuple[VerifyResult, StepTimes]]):
             self.scores.append(item)
         else:
             self.results.append(item[0])
-            self.times.append(item[1])
+            self.details.append(item[1])
 
     @property
     def finish(self) -> int:

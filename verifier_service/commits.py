@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.speculation import Outlook
 from specdec.serving.response_queue import ResponseQueue
-from verifier_service.backend.result import PromptScores, StepSeconds, StepTimes, VerifyResult
+from verifier_service.backend.result import CommitDetails, PromptScores, StepSeconds, VerifyResult
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.settings.tuning import CommitTuning
@@ -34,7 +34,7 @@ class CommitPublisher:
         self._eligibility = eligibility
         self._tuning = tuning
         self._messages_a_second = tuning.messages_a_second if on_cpu else tuning.device_messages_a_second
-        self._drafted = 0  # running sessions that use a remote draft
+        self._drafted_sessions = 0  # running sessions that use a remote draft
 
     def send_before(self, step_seconds: float, sitting_out: Sequence[RunningSession]) -> None:
         """Before a step of `step_seconds`, send pending results of sessions sitting it out, if due by the step's
@@ -45,7 +45,8 @@ class CommitPublisher:
 
     def publish(self, results: Sequence[tuple[RunningSession, VerifyResult]], seconds: StepSeconds) -> None:
         """Add a step's results to the pending ones, and send those that are due, awaited, or the last of a text."""
-        self._drafted = sum(self._eligibility.uses_remote_draft(entry.session) for entry in self._queue.running)
+        running, eligibility = self._queue.running, self._eligibility
+        self._drafted_sessions = sum(eligibility.uses_remote_draft(entry.session) for entry in running)
         is_due = self._due(time.monotonic())
         messages = []
         for entry, result in results:
@@ -61,7 +62,7 @@ class CommitPublisher:
         """Send the log-probabilities of prompt tokens."""
         ResponseQueue.send_all(
             [
-                (entry.responses, partial(entry.make.scores, part))
+                (entry.responses, partial(entry.response_maker.scores, part))
                 for entry, of_session in scores
                 for part in of_session.parts()
             ]
@@ -76,14 +77,14 @@ class CommitPublisher:
             if result.finish or entry.responses.full or not self._eligibility.uses_remote_draft(session):
                 continue
             if (rows := source.unsent(session)) is not None:
-                messages += [(entry.responses, partial(entry.make.features, part)) for part in rows.parts()]
+                messages += [(entry.responses, partial(entry.response_maker.features, part)) for part in rows.parts()]
         ResponseQueue.send_all(messages)
 
     def send_queries(self, queries: Iterable[tuple[RunningSession, DraftQuery]]) -> None:
         """Send queries to drafts, each after the commits of its text."""
         for entry, query in queries:
             self.send_pending(entry)
-            ResponseQueue.send_all([(entry.responses, partial(entry.make.query, query))])
+            ResponseQueue.send_all([(entry.responses, partial(entry.response_maker.query, query))])
 
     def _due(self, when: float) -> Callable[[RunningSession], bool]:
         """Return a predicate: whether a session's pending result is due at the time `when`, even if not awaited."""
@@ -128,17 +129,17 @@ class CommitPublisher:
         entry.drafting_wanted = self._eligibility.uses_remote_draft(session)
         rates = self._controllers.of(session).rates
         changed, entry.sent_rates = rates is not entry.sent_rates, rates
-        times = StepTimes(
+        details = CommitDetails(
             *seconds,
             queued=entry.queued,
             cached=cached,
             preemptions=entry.preemptions,
             outlook=Outlook(entry.drafting_wanted, self._eligibility.break_even),
-            drafted=self._drafted,
+            drafted_sessions=self._drafted_sessions,
             round_trip=session.draft_timing.round_trip,
             rates=rates if changed else None,
         )
         result, entry.pending_result = entry.pending_result, None
         entry.queued, entry.last_sent_at = 0.0, time.monotonic()
         assert result is not None
-        return entry.responses, partial(entry.make.commit, result, times)
+        return entry.responses, partial(entry.response_maker.commit, result, details)

@@ -12,12 +12,12 @@ from specdec.engine.engine import Engine, launch_of
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.probe import EngineProbe
 from specdec.serving.engine_worker import EngineWorker
-from verifier_service.backend.result import StepSeconds, StepTimes
+from verifier_service.backend.result import CommitDetails, StepSeconds
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
-from verifier_service.verification.verified_step import VerifiedStep
+from verifier_service.verification.verified_step import verify_step
 
 
 class PlainLoop(EngineWorker[VerifierSession]):
@@ -39,7 +39,7 @@ class PlainLoop(EngineWorker[VerifierSession]):
         """Maximum tokens of memory for one session."""
         return self.pool.usable * BLOCK
 
-    def attach(self, entry: RunningSession) -> None:
+    def enqueue(self, entry: RunningSession) -> None:
         """Queue a session for memory; EngineLostError if the engine is lost."""
         self.check_works()
         self._queue.add(entry)
@@ -61,27 +61,27 @@ class PlainLoop(EngineWorker[VerifierSession]):
         planned = [(e, e.session.plan(packer, min(self._step_rows, e.session.computable), [], [])) for e in ready]
         rows = len(packer.tokens)  # without padding
         try:
-            verified = VerifiedStep(planned, self._launch(packer.pack()), start)
+            verified = verify_step(planned, self._launch(packer.pack()), start)
         except Exception as error:
             self._probe.pass_failed(packer.slots)
             self.step_failed([entry.session for entry in ready], error)
             return 0.0
         self.step_succeeded(entry.session for entry in ready)
         now = time.monotonic()
-        results = verified.apply(now)
+        results = verified.commit(now)
         for entry, why in verified.failed:
             self._end(entry, why)
         for entry, scores in verified.scores:
             for part in scores.parts():
-                entry.responses.send(entry.make.scores(part))
+                entry.responses.send(entry.response_maker.scores(part))
         seconds = StepSeconds(verified.forward_seconds, now - start)
         for entry, result in results:
-            entry.responses.send(entry.make.commit(result, StepTimes(*seconds, entry.queued)))
+            entry.responses.send(entry.response_maker.commit(result, CommitDetails(*seconds, entry.queued)))
             if result.finish:
                 self._queue.lengths.add(entry.session.generated)
                 self.detach(entry.session)
         for entry, query in verified.draft_queries:
-            entry.responses.send(entry.make.query(query))
+            entry.responses.send(entry.response_maker.query(query))
         self.stats.observe(rows, seconds, [result for _, result in results])
         return 0.0
 

@@ -9,7 +9,14 @@ from specdec.decoding.logprobs import TokenLogprobs
 from specdec.serving.messages import finish_name, query_message
 from specdec.serving.timeline import Timeline
 from specdec.v2 import model_pb2, verifier_pb2
-from verifier_service.backend.result import DecisionSums, FeatureRows, PromptScores, StepTimes, VerifyResult, Without
+from verifier_service.backend.result import (
+    CommitDetails,
+    DecisionSums,
+    FeatureRows,
+    PromptScores,
+    VerifyResult,
+    Without,
+)
 from verifier_service.backend.session_backend import ResponseMaker
 
 
@@ -19,7 +26,7 @@ class SessionResponses(ResponseMaker):
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
 
-    def commit(self, result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
+    def commit(self, result: VerifyResult, details: CommitDetails) -> verifier_pb2.VerifyResponse:
         self._timeline.add(
             steps=result.steps,
             tokens=len(result.tokens),
@@ -44,20 +51,20 @@ class SessionResponses(ResponseMaker):
                 for r in result.rejected
             ],
             finish_reason=result.finish,  # type: ignore[arg-type]
-            forward_us=int(1e6 * times.forward),
-            step_us=int(1e6 * times.step),
-            waited_us=int(1e6 * times.waited),
-            queued_us=int(1e6 * times.queued),
-            cached_tokens=times.cached,
-            preemptions=times.preemptions,
+            forward_us=int(1e6 * details.forward),
+            step_us=int(1e6 * details.step),
+            waited_us=int(1e6 * details.waited),
+            queued_us=int(1e6 * details.queued),
+            cached_tokens=details.cached,
+            preemptions=details.preemptions,
             steps=result.steps,
-            drafting_wanted=times.outlook.drafting_wanted,
-            min_candidate_probability=times.outlook.break_even,
-            drafted_sessions=times.drafted,
+            drafting_wanted=details.outlook.drafting_wanted,
+            min_candidate_probability=details.outlook.break_even,
+            drafted_sessions=details.drafted_sessions,
             checksum=result.checksum,
-            round_trip_us=int(1e6 * times.round_trip),
+            round_trip_us=int(1e6 * details.round_trip),
             undrafted_tokens=result.undrafted,
-            decisions=decisions_message(sums, times.rates),
+            decisions=decisions_message(sums, details.rates),
         )
         return verifier_pb2.VerifyResponse(commit=commit)
 

@@ -90,7 +90,7 @@ class VerifierLimits:
     """The speculation of requests that name neither drafters nor a window."""
 
 
-class Queue(NamedTuple):
+class WaitingCounts(NamedTuple):
     """Numbers of sessions waiting for memory; negative: number of further sessions that would get memory
     immediately."""
 
@@ -163,38 +163,38 @@ class VerifierServicer(
         self._usual_tokens += 0.1 * (tokens - self._usual_tokens)
         if request.open.attempt > 1:
             return  # a text in progress is not refused for lack of waiting room
-        queue, limit, load = self._queue(tokens), self._limits.max_waiting, self._backend.stats
-        wait = load.expected_wait(queue.ahead)
-        if queue.new >= limit:
+        counts, limit, load = self._waiting_counts(tokens), self._limits.max_waiting, self._backend.stats
+        wait = load.expected_wait(counts.ahead)
+        if counts.new >= limit:
             raise OverloadedError(
-                f"{queue.new} sessions are waiting for memory, the limit is {limit}", retry_after=wait
+                f"{counts.new} sessions are waiting for memory, the limit is {limit}", retry_after=wait
             )
         tenant = request.open.tenant
-        own = load.new_of[tenant] + min(self.arriving.count(tenant), max(0, queue.coming))
-        share = max(1, QUEUE_SHARE * (limit - queue.new))  # one place for every tenant, however full the room is
+        own = load.new_of[tenant] + min(self.arriving.count(tenant), max(0, counts.coming))
+        share = max(1, QUEUE_SHARE * (limit - counts.new))  # one place for every tenant, however full the room is
         if own >= share:
             problem = (
-                f"{own} of its sessions are waiting for memory, the limit is {share} while {queue.new} wait in all"
+                f"{own} of its sessions are waiting for memory, the limit is {share} while {counts.new} wait in all"
             )
             raise TenantLimitError(tenant, problem, wait)
         missing = max(0, request.open.max_tokens - len(request.open.generated_tokens))  # not validated yet
-        error = load.too_late(missing, deadline, max(0, queue.ahead))
+        error = load.too_late(missing, deadline, max(0, counts.ahead))
         if error is not None:
             raise error
 
     def capacity(self) -> model_pb2.PodCapacity:
-        queue = self._queue(self._usual_tokens)
-        room = max(0, min(self.room, self._limits.max_waiting - queue.new))
-        wait = self._backend.stats.expected_wait(max(0, queue.ahead))
+        counts = self._waiting_counts(self._usual_tokens)
+        room = max(0, min(self.room, self._limits.max_waiting - counts.new))
+        wait = self._backend.stats.expected_wait(max(0, counts.ahead))
         return model_pb2.PodCapacity(sessions=self._sessions, room=room, wait_us=int(1e6 * wait))
 
-    def _queue(self, tokens: float) -> Queue:
+    def _waiting_counts(self, tokens: float) -> WaitingCounts:
         """Return the numbers of waiting sessions. Sessions not yet taken by the step loop count as texts of `tokens`
         tokens each."""
         load = self._backend.stats
         waiting = load.waiting - load.throttled
         coming = len(self.arriving) - (0 if waiting else self._backend.fitting(tokens))
-        return Queue(load.new_of.total() + coming, waiting + coming, coming)
+        return WaitingCounts(load.new_of.total() + coming, waiting + coming, coming)
 
     def tenant_of(self, request: verifier_pb2.VerifyRequest) -> str:
         return request.open.tenant

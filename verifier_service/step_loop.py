@@ -38,7 +38,7 @@ from verifier_service.commits import CommitPublisher
 from verifier_service.costs.step_latency import StepLatency, best_prefill_rows
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.proposers.forced import ForcedTokens
-from verifier_service.proposers.ngrams import LookupProposer
+from verifier_service.proposers.lookup import LookupProposer
 from verifier_service.proposers.proposer import NO_PROPOSALS, Phase, ProposalStats, Proposer
 from verifier_service.scheduling.cpu_threads import thread_policy
 from verifier_service.scheduling.planner import Planner, StepPlan
@@ -51,8 +51,8 @@ from verifier_service.sessions.session import VerifierSession
 from verifier_service.sessions.window_gain import WindowsByTenant
 from verifier_service.settings.tuning import DEFAULTS, Tuning
 from verifier_service.speculation.controller import Controllers, SpeculationController
-from verifier_service.verification.verified_step import VerifiedStep, grammar_seconds
-from verifier_service.verification.verify_trees import warm_up
+from verifier_service.verification.tree_verification import warm_up
+from verifier_service.verification.verified_step import VerifiedStep, grammar_seconds, verify_step
 
 if TYPE_CHECKING:  # imports torch
     from verifier_service.proposers.feature_source import FeatureSource
@@ -61,18 +61,18 @@ if TYPE_CHECKING:  # imports torch
 log = structlog.get_logger()
 
 
-class _Launched(NamedTuple):
-    """A step with a launched forward pass. Times are from `time.monotonic`."""
+class _RunningStep(NamedTuple):
+    """A step whose forward pass has begun. Times are from `time.monotonic`."""
 
     plan: StepPlan
     computing: Pass
-    begun: float  # start of planning, or of the launch if launched early
-    launched: float
+    begun: float  # start of planning, or of the pass if launched early
+    pass_begun: float
 
 
 @dataclass(frozen=True)
 class _FailedPass:
-    """A pass that could not be launched."""
+    """A pass that could not begin."""
 
     error: Exception
 
@@ -83,8 +83,8 @@ class _FailedPass:
 class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     """The step loop of a verifier.
 
-    `step_rows`: limit on the rows of a step with prompts (`most` in `prefill_chunks`), lowered for steps of only
-    prompts if more rows save nothing; `max_unread_tokens`: tokens a session may be ahead of its client's reading;
+    `step_rows`: limit on the rows of a step with prompts (as in `StepPrompts`), lowered for steps of only prompts if
+    more rows save nothing; `max_unread_tokens`: tokens a session may be ahead of its client's reading;
     `suffix_cache_tokens`: tokens of finished texts kept per tenant; unless it is 0, a tenant's texts also share the
     n-grams of their windows; `latency`: latency model of the target's steps, measured by default; `controller`: a
     single controller for all texts, instead of one per group; `draft_model`: the local draft; `heads`: used in place of
@@ -119,7 +119,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         states = heads or features
         self._launch = launch_of(engine) if states is None else states.launch_of(engine)
         self._queues_passes = queues_passes(engine)
-        self._early: _Launched | None = None  # the next step, launched before the last one was committed
+        self._early: _RunningStep | None = None  # the next step, launched before the last one was committed
         set_aside = 0 if self.chains_only else MAX_STEP_CANDIDATES
         blocks = max(2, (engine.capacity - set_aside) // BLOCK)
         self.pool = BlockPool(blocks)
@@ -198,11 +198,11 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     # --- actions: called in the loop's thread -------------------------------------------------------
 
     def serve(
-        self, session: VerifierSession, responses: ResponseQueue[Any], make: ResponseMaker, timeline: Timeline
+        self, session: VerifierSession, responses: ResponseQueue[Any], response_maker: ResponseMaker, timeline: Timeline
     ) -> None:
-        self.attach(RunningSession(session, responses, make, timeline=timeline))
+        self.enqueue(RunningSession(session, responses, response_maker, timeline=timeline))
 
-    def attach(self, entry: RunningSession) -> None:
+    def enqueue(self, entry: RunningSession) -> None:
         """Queue a session for memory; EngineLostError if the engine is lost."""
         self.check_works()
         self._planner.shares.joined(entry)
@@ -223,12 +223,12 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
 
     def step(self) -> float | None:
         early, self._early = self._early, None
-        wait = self._run_due() if early is None else self._run_early(early)
+        wait = self._run_if_due() if early is None else self._run_early(early)
         if self._early is None:
             self.stats.step_begun = 0.0
         return wait
 
-    def _run_due(self) -> float | None:
+    def _run_if_due(self) -> float | None:
         """Run the next step and return 0. Return the seconds to wait if the step is delayed; None if no session is
         ready."""
         self._queue.admit()
@@ -261,7 +261,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         proposed = self._speculation.propose(Phase.AFTER_DELAY, sessions)
         kept = self._queue.reserve_texts(ready)
         if kept:
-            self._run_step(kept, batches, proposed, waited, division)
+            self._plan_and_run(kept, batches, proposed, waited, division)
         return 0.0
 
     def _ready(self) -> tuple[list[RunningSession], bool]:
@@ -286,7 +286,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             sessions, drafted, now, last_step=self._last_step, latency=latency, break_even=break_even
         )
 
-    def _run_step(
+    def _plan_and_run(
         self,
         ready: list[RunningSession],
         batches: Sequence[Batch],
@@ -294,16 +294,16 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         waited: float,
         division: Division | None,
     ) -> None:
-        """Collect every session's rows, and run a step over them."""
+        """Plan a step of the ready sessions, and run it."""
         begun = time.monotonic()
         plan = self._planner.plan(ready, proposed.seconds, division)
         if not plan.entries:  # the sessions chosen for this step were preempted, the others sit it out
             return
         self.stats.step_expected = plan.expected
         self._publisher.send_before(plan.expected, plan.sitting_out)
-        self._complete(self._launched(plan, begun), batches, proposed, waited)
+        self._complete(self._start_pass(plan, begun), batches, proposed, waited)
 
-    def _run_early(self, step: _Launched) -> float:
+    def _run_early(self, step: _RunningStep) -> float:
         """Complete a step launched early, without the sessions that have left since."""
         plan = self._planner.begin_early(step.plan)
         if plan.entries:
@@ -311,17 +311,18 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             self._complete(step._replace(plan=plan), batches, NO_PROPOSALS, 0.0)
         return 0.0
 
-    def _launched(self, plan: StepPlan, begun: float | None = None) -> _Launched:
-        """Launch the forward pass of a step. If the launch fails, reading the logits raises its error."""
-        launched = time.monotonic()
+    def _start_pass(self, plan: StepPlan, begun: float | None = None) -> _RunningStep:
+        """Start the forward pass of a step that began at the time `begun`, by default now. If the launch fails, reading
+        the logits raises its error."""
+        pass_begun = time.monotonic()
         computing: Pass
         try:
             computing = self._launch(plan.pack())
         except Exception as error:
             computing = _FailedPass(error)
-        return _Launched(plan, computing, launched if begun is None else begun, launched)
+        return _RunningStep(plan, computing, pass_begun if begun is None else begun, pass_begun)
 
-    def _complete(self, step: _Launched, batches: Sequence[Batch], proposed: ProposalStats, waited: float) -> None:
+    def _complete(self, step: _RunningStep, batches: Sequence[Batch], proposed: ProposalStats, waited: float) -> None:
         """Verify a step and commit it."""
         plan, begun = step.plan, step.begun
         self.stats.mode = self._speculation.mode if batches else ""
@@ -329,37 +330,42 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             self.stats.rates = self._speculation.rates
 
         # 1. Wait for the forward pass and verify all trees.
-        grammars = grammar_seconds(plan.entries)
+        grammars_before = grammar_seconds(plan.entries)
         try:
-            prepare = partial(self._planner.prepare, plan)
-            verified = VerifiedStep(plan.entries, step.computing, step.launched, prepare, self._speculation.observe)
-        except Exception as error:  # the whole step is void; its sessions are retried
-            self._looked_up = 0.0
-            for entry in self._queue.running:  # while sessions are retried one by one, the others wait
-                self._publisher.send_pending(entry)
-            self._probe.pass_failed(np.asarray(plan.written, dtype=np.int64))
-            self.step_failed([entry.session for entry, _ in plan.entries], error)
+            pack_next = partial(self._planner.pack_next, plan)
+            verified = verify_step(plan.entries, step.computing, step.pass_begun, pack_next, self._speculation.observe)
+        except Exception as error:
+            self._drop_step(plan, error)
             return
 
         # 2. Commit the tokens. If the next step is certain, launch it first: the device computes it meanwhile.
         self.step_succeeded(entry.session for entry, _ in plan.entries)
         self._queue.copy_rows(verified.kv_copies)
-        begin = begun - proposed.seconds if self._idle else self._last_step
+        since = begun - proposed.seconds if self._idle else self._last_step
         end = self._last_step = time.monotonic()
         self._idle = False
-        verified.hide_grammars(self._threads.latency.of(plan.rows))
-        grammars = grammar_seconds(plan.entries) - grammars  # not a cost of rows: excluded from the latency model
+        verified.hide_grammar_seconds(self._threads.latency.of(plan.rows))
+        # Not a cost of rows: excluded from the latency model.
+        in_grammars = grammar_seconds(plan.entries) - grammars_before
         self._early = self._launch_early(verified)
-        results = verified.apply(end)
+        results = verified.commit(end)
         for entry, why in verified.failed:
             entry.computing_prompt = False
             self._quarantine(entry, why)
 
         # 3. Update the models of cost and gain, and send the results.
-        self._planner.observe(plan, end - begun - grammars)
+        self._planner.observe(plan, end - begun - in_grammars)
         seconds = StepSeconds(verified.forward_seconds, end - begun, waited)
-        self._learn(plan, results, batches, proposed, seconds, since_last=end - begin)
+        self._learn(plan, results, batches, proposed, seconds, since_last=end - since)
         self._send(verified, results, seconds)
+
+    def _drop_step(self, plan: StepPlan, error: Exception) -> None:
+        """Drop a failed step as a whole, and have its sessions retried."""
+        self._looked_up = 0.0
+        for entry in self._queue.running:  # while sessions are retried one by one, the others wait
+            self._publisher.send_pending(entry)
+        self._probe.pass_failed(np.asarray(plan.written, dtype=np.int64))
+        self.step_failed([entry.session for entry, _ in plan.entries], error)
 
     def _learn(
         self,
@@ -407,13 +413,13 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
                 self._speculation.finished(entry.session)
                 self.detach(entry.session)
 
-    def _launch_early(self, verified: VerifiedStep) -> _Launched | None:
+    def _launch_early(self, verified: VerifiedStep) -> _RunningStep | None:
         """Launch the next step before this one is committed, if the device queues passes and the next step depends only
         on this one's tokens; return None otherwise. A session that arrives meanwhile waits one step longer."""
         plan = self._planner.plan_early(verified.results) if self._queues_passes and not verified.failed else None
         if plan is None:
             return None
-        step = self._launched(plan)
+        step = self._start_pass(plan)
         self.stats.step_begun, self.stats.step_expected = step.begun, plan.expected
         return step
 

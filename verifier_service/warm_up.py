@@ -20,7 +20,7 @@ with needed_by("warm-up", "verifier"):
     from specdec.engine.preflight.check import Wanted, check
     from specdec.serving.process import logs
     from specdec.serving.process.server import StartError, run_program
-    from verifier_service.verification.verify_trees import warm_up
+    from verifier_service.verification.tree_verification import warm_up
 
 KV_TOKENS = 2048
 """KV cache size; the cached files do not depend on it."""

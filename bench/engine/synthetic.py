@@ -68,7 +68,7 @@ class _Stream:
         self.tokens: list[int] = []
         self.offered = self.accepted = 0
         self._read = 0  # verify results read so far
-        loop.attach(RunningSession(self.session, self.mail))
+        loop.enqueue(RunningSession(self.session, self.mail))
 
     @property
     def over(self) -> bool:

@@ -43,8 +43,7 @@ from testing.mailbox import Handed
 from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import CORRECTION
 from verifier_service.sessions.session import VerifierSession
-from verifier_service.verification.tree_verification import TreeVerification
-from verifier_service.verification.verify_trees import verify_trees
+from verifier_service.verification.tree_verification import TreeVerification, verify_trees
 
 REMOTE = frozenset({CandidateSource.REMOTE})
 
@@ -155,7 +154,7 @@ class Pair:
             raise verification.error
         if verification.kv_copies:
             self.target.copy(*np.asarray(verification.kv_copies).T)
-        result = verification.apply(0.0)
+        result = verification.commit_result(0.0)
         count.tokens += len(result.tokens)
         count.steps += 1
         count.accepted += result.accepted

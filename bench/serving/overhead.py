@@ -58,10 +58,10 @@ async def decode(address: str, streams: int, speculation: Any, profile: list[str
 
 
 STEP_FUNCTIONS = (
-    "VerifiedStep.__init__",
-    "VerifiedStep.apply",
+    "verify_step",
+    "VerifiedStep.commit",
     "StepLoop._complete",
-    "StepLoop._run_step",
+    "StepLoop._plan_and_run",
     "StepLoop.step",
     "EngineWorker.turn",
 )

@@ -95,10 +95,10 @@ def of_verifier(loop: StepLoop) -> Stages:
         (loop._planner, "plan", "plan"),
         (planner, "select_candidates", "choose candidates"),
         (step_candidates, "select_candidates", "choose candidates"),
-        (loop._planner, "prepare", "plan the next (beside)"),
+        (loop._planner, "pack_next", "plan the next (beside)"),
         (loop, "_launch", "launch"),
         (verified_step, "verify_trees", "verify"),
-        (verified_step.VerifiedStep, "apply", "commit"),
+        (verified_step.VerifiedStep, "commit", "commit"),
         (loop._publisher, "publish", "publish"),
     ):
         stages.time(owner, name, stage)

@@ -32,7 +32,7 @@ from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from specdec.v2 import draft_pb2, verifier_pb2
 from verifier_service.backend.request import Policy
-from verifier_service.backend.result import StepTimes, VerifyResult
+from verifier_service.backend.result import CommitDetails, VerifyResult
 from verifier_service.backend.session_backend import BackendSession
 from verifier_service.responses import SessionResponses
 from verifier_service.settings.tuning import DEFAULTS
@@ -180,5 +180,5 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
 class FreeOfCharge(SessionResponses):
     """Requests candidates at any cost: otherwise the draft would pause, and this verifier would wait for it forever."""
 
-    def commit(self, result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
-        return super().commit(result, replace(times, outlook=Outlook(drafting_wanted=True, break_even=0.0)))
+    def commit(self, result: VerifyResult, details: CommitDetails) -> verifier_pb2.VerifyResponse:
+        return super().commit(result, replace(details, outlook=Outlook(drafting_wanted=True, break_even=0.0)))

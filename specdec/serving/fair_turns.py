@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 
 
-class Pool:
+class SharedBudget:
     """An amount of seconds or rows, divided among tenants by their weights."""
 
     def __init__(self, amount: float, weights: Mapping[str, float]) -> None:

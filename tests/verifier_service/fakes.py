@@ -323,7 +323,7 @@ class Client:
         self.mail = Mailbox()
         self.running = RunningSession(self.session, self.mail)
         self._loop = loop
-        loop.attach(self.running)
+        loop.enqueue(self.running)
 
     @property
     def tokens(self) -> list[int]:

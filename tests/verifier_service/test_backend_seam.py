@@ -16,7 +16,7 @@ from specdec.serving.timeline import Timeline
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.stack import served
 from verifier_service.backend.request import Policy, VerifierSessionRequest
-from verifier_service.backend.result import LENGTH, PLAIN, StepTimes, VerifyResult
+from verifier_service.backend.result import LENGTH, PLAIN, CommitDetails, VerifyResult
 from verifier_service.backend.session_backend import MemoryUse, ResponseMaker, SessionBackend
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.servicer import VerifierLimits, VerifierServicer
@@ -35,7 +35,7 @@ class Count:
         self.read = 0
         self.candidates: list[list[int]] = []
         self.responses: ResponseQueue[Any] | None = None
-        self.make = ResponseMaker()
+        self.response_maker = ResponseMaker()
 
     def extend(self, base: int, paths: Paths, arrived: float, base_age: float) -> None:
         self.candidates.append(list(paths.tokens))
@@ -61,8 +61,10 @@ class Counting(SessionBackend):
     def session(self, request: VerifierSessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> Count:
         return Count(request, policy)
 
-    def serve(self, session: Count, responses: ResponseQueue[Any], make: ResponseMaker, timeline: Timeline) -> None:
-        session.responses, session.make = responses, make
+    def serve(
+        self, session: Count, responses: ResponseQueue[Any], response_maker: ResponseMaker, timeline: Timeline
+    ) -> None:
+        session.responses, session.response_maker = responses, response_maker
         self.running.append(session)
 
     def detach(self, session: Count) -> None:
@@ -92,7 +94,7 @@ class Counting(SessionBackend):
             result = VerifyResult(len(session.text), 0, [token], [PLAIN], finish=finish)
             session.text.append(token)
             assert session.responses is not None
-            session.responses.send(session.make.commit(result, StepTimes(0.0, 0.0, 0.0, 0.0)))
+            session.responses.send(session.response_maker.commit(result, CommitDetails(0.0, 0.0, 0.0, 0.0)))
         return None
 
 

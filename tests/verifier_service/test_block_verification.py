@@ -42,8 +42,7 @@ from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import BONUS, CORRECTION, REMOTE_DRAFT, StepSeconds, VerifyResult
 from verifier_service.backend.stats import LAST_BIN, VerifierStats
 from verifier_service.sessions.session import VerifierSession
-from verifier_service.verification.tree_verification import TreeVerification
-from verifier_service.verification.verify_trees import verify_trees
+from verifier_service.verification.tree_verification import TreeVerification, verify_trees
 
 PROMPT = [0, 1]
 TREE_SLOTS = list(range(500, 540))
@@ -103,7 +102,7 @@ def step(session: VerifierSession, p: Model, rows: int) -> VerifyResult:
     verification = TreeVerification(session, planned)
     verify_trees([verification], HostLogits(logits))
     assert verification.error is None
-    result = verification.apply(0.0)
+    result = verification.commit_result(0.0)
     assert len(result.tokens) == len(result.sources) == result.accepted + 1
     assert session.computed == session.tree.base - 1
     return result

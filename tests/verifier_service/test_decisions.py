@@ -13,7 +13,7 @@ from specdec.v2 import model_pb2, verifier_pb2
 from tests.verifier_service.fakes import DEAR, FREE, Client, Decided, TextEngine, run, step_loop
 from tests.verifier_service.step_loop.helpers import NO_BAD, REMOTE
 from verifier_service.backend.request import Policy
-from verifier_service.backend.result import Decision, Mode, StepTimes, VerifyResult, Without
+from verifier_service.backend.result import CommitDetails, Decision, Mode, VerifyResult, Without
 from verifier_service.costs.token_budget import RowPrice
 from verifier_service.responses import SessionResponses
 from verifier_service.scheduling.step_candidates import StepCandidates
@@ -220,11 +220,11 @@ def test_a_commit_has_the_decisions_of_its_steps() -> None:
     result.join(VerifyResult(7, 0, [9], [4], decisions=[Decision("off", Without.ROW_COST, 0.002, 0.5, 0.2)]))
     result.join(VerifyResult(8, 0, [9], [4], decisions=[Decision("off", Without.ROW_COST, 0.004, 0.7, 0.4)]))
     make = SessionResponses(Timeline())
-    told = make.commit(result, StepTimes(0.0, 0.0, 0.0, 0.0, rates={"off": 90.0})).commit.decisions
+    told = make.commit(result, CommitDetails(0.0, 0.0, 0.0, 0.0, rates={"off": 90.0})).commit.decisions
     assert (dict(told.modes), dict(told.without)) == ({"ngram": 1, "off": 2}, {"row_cost": 2})
     assert (told.row_us, told.break_even, told.best_candidate) == pytest.approx((3000.0, 0.6, 0.3))
     assert dict(told.mode_rates) == {"off": 90.0}
-    assert make.commit(VerifyResult(5, 0), StepTimes(0.0, 0.0, 0.0, 0.0)).commit == verifier_pb2.Commit(
+    assert make.commit(VerifyResult(5, 0), CommitDetails(0.0, 0.0, 0.0, 0.0)).commit == verifier_pb2.Commit(
         committed=model_pb2.Committed(base=5),
         steps=1,
         min_candidate_probability=1.0,

@@ -89,7 +89,7 @@ def test_a_useless_draft_is_paused_and_tried_again() -> None:
         if helped.over or useless.over:
             break
     assert rested >= 20
-    assert any(not times.outlook.drafting_wanted for times in useless.mail.times)
+    assert any(not details.outlook.drafting_wanted for details in useless.mail.details)
     gains = loop._speculation.tenant_gains
     assert (gains.of("a") or 0.0) < TUNING.first_gain < (gains.of("b") or 0.0)
     run(loop, useless, helped, forced)

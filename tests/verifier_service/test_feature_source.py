@@ -86,7 +86,7 @@ class Fed:
         self.want = reference(request)
         self.mail = Mail(prompt)
         self._loop, self._random = loop, np.random.default_rng(seed)
-        loop.attach(RunningSession(self.session, self.mail))
+        loop.enqueue(RunningSession(self.session, self.mail))
 
     def turn(self, turns: int = 1) -> None:
         for _ in range(turns):

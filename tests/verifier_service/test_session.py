@@ -35,8 +35,7 @@ from verifier_service.backend.result import (
 )
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.sessions.step_rows import ScheduledRows
-from verifier_service.verification.tree_verification import TreeVerification
-from verifier_service.verification.verify_trees import verify_trees
+from verifier_service.verification.tree_verification import TreeVerification, verify_trees
 
 REMOTE = frozenset({CandidateSource.REMOTE})
 
@@ -110,7 +109,7 @@ def step(
     verification = TreeVerification(session, planned(session, packer, tree_slots))
     verify_trees([verification], HostLogits(script.logits(packer, session)))
     assert verification.error is None
-    return verification.apply(0.0), verification
+    return verification.commit_result(0.0), verification
 
 
 class TestStep:
@@ -160,7 +159,7 @@ class TestStep:
         session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
         verification = TreeVerification(session, plan)
         verify_trees([verification], HostLogits(Script({(1, 2, 3): 4}).logits(packer, session)))
-        result = verification.apply(0.0)
+        result = verification.commit_result(0.0)
         assert (result.tokens, result.sources) == ([4], [PLAIN])
         assert [node.token for node in session.tree.best(9)] == [5]
 
@@ -173,7 +172,7 @@ class TestStep:
         session.extend(3, Paths([4, 5], [0, 1], [-0.1, -0.1]), 0.0)
         verification = TreeVerification(session, plan)
         verify_trees([verification], HostLogits(Script({(1, 2, 3): 4, (1, 2, 3, 4): 5}).logits(packer, session)))
-        assert verification.apply(0.0).sources == [REMOTE_DRAFT, BONUS]
+        assert verification.commit_result(0.0).sources == [REMOTE_DRAFT, BONUS]
 
     @pytest.mark.parametrize(
         ("fields", "choices", "tokens", "finish"),
@@ -225,7 +224,7 @@ class TestStep:
         verifications = [TreeVerification(session, planned(session, packer, tree_slots)) for session in (one, other)]
         script = Script({(1, 2, 3): 7, (1, 2, 3, 7): 8, (3, 2, 1): 6, (3, 2, 1, 6): 6, (3, 2, 1, 6, 6): 2})
         verify_trees(verifications, HostLogits(script.logits(packer, one, other)))
-        assert [verification.apply(0.0).tokens for verification in verifications] == [
+        assert [verification.commit_result(0.0).tokens for verification in verifications] == [
             [7, 8],
             [6, 6, 2],
         ]
@@ -252,7 +251,7 @@ class TestPrompt:
         packer = RaggedPacker()
         verification = TreeVerification(session, session.plan(packer, 3, [], []))
         verify_trees([verification], HostLogits(Script({(1, 2, 3): 7}).logits(packer, session)))
-        assert verification.apply(0.0).tokens == [7]
+        assert verification.commit_result(0.0).tokens == [7]
         assert (session.computed, session.remaining_prompt) == (3, 0)
 
 
@@ -465,7 +464,7 @@ def test_tokens_above_an_undecided_row_are_committed() -> None:
     packer = RaggedPacker()
     verification = TreeVerification(session, planned(session, packer))
     verify_trees([verification], HostLogits(FEW.logits(packer, session)))
-    result = verification.apply(0.0)
+    result = verification.commit_result(0.0)
     assert (result.tokens, result.sources, result.accepted, result.offered) == ([4], [BONUS], 0, 1)
     assert verification.lacks is not None
     query = session.ask(verification.lacks)

@@ -95,7 +95,7 @@ def test_no_tenant_gets_fewer_candidates_than_none(
         if (division := shares.divide(entries, latency)) is None:
             return
         wanted = {f"tenant {number}": extra[number % len(extra)] for number in range(len(crowd))}
-        allowed = division.candidates(wanted)
+        allowed = division.candidate_rows(wanted)
         assert all(0 <= count <= wanted[tenant] for tenant, count in allowed.items())
         shares.begin(division)
 
@@ -279,7 +279,7 @@ def test_a_text_takes_part_beside_prompts_of_its_own_tenant(prompts: int, beside
 def with_grammar(tenant: str, seconds: float = 0.0) -> Any:
     """Return a session whose grammar took these seconds in a step."""
     text = SimpleNamespace(grammar="a grammar", grammar_seconds=seconds)
-    return SimpleNamespace(tenant=tenant, grammar=0.0, session=text)
+    return SimpleNamespace(tenant=tenant, usual_grammar_seconds=0.0, session=text)
 
 
 def test_the_grammar_cost_of_a_busy_tenant_is_remembered_among_many_others() -> None:
@@ -288,4 +288,4 @@ def test_the_grammar_cost_of_a_busy_tenant_is_remembered_among_many_others() -> 
         shares.observe_grammars([(with_grammar("busy", 0.5), result), (with_grammar(f"tenant {number}", 0.1), result)])
     new = with_grammar("busy")
     shares.joined(new)
-    assert new.grammar == pytest.approx(0.5)
+    assert new.usual_grammar_seconds == pytest.approx(0.5)

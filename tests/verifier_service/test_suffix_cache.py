@@ -18,7 +18,7 @@ from specdec.decoding.tree import TokenTree
 from tests.verifier_service.fakes import BAD, LANGUAGE, Client, TextEngine, run, step_loop
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import LOOKAHEAD, NGRAM
-from verifier_service.proposers.suffix_cache import BREAK, MAX_TENANTS, SuffixCache
+from verifier_service.proposers.lookup import BREAK, MAX_TENANTS, SuffixCache
 from verifier_service.sessions.ngram import SessionNgrams
 
 SOUND = Sampling(banned_tokens=frozenset({BAD}))

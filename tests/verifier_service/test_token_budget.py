@@ -15,10 +15,9 @@ from tests.verifier_service.fakes import FREE, FixedLatency, TextEngine, run, st
 from tests.verifier_service.step_loop.helpers import client, turns
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.costs.token_budget import WindowCosts, select_candidates
-from verifier_service.scheduling.prefill import (
-    PrefillSlowdown,
-    prefill_chunks,
-)
+from verifier_service.scheduling.cpu_threads import FixedThreads
+from verifier_service.scheduling.step_prompts import PrefillSlowdown, StepPrompts, prefill_chunks
+from verifier_service.scheduling.step_shares import StepShares
 from verifier_service.settings.tuning import DEFAULTS
 
 TUNING = DEFAULTS.prefill
@@ -171,6 +170,22 @@ budgets = st.integers(1, 600)
 decoders = st.integers(0, 20)
 
 
+def chunks_of(
+    prompts: list[int],
+    decoding: int,
+    latency: StepLatency,
+    rows: int,
+    most: int,
+    slowdown: float = 1.0,
+    urgent_rows: int = 0,
+) -> list[int]:
+    """Return how many tokens of each prompt a step with `rows` rows takes, with limits of `most` rows."""
+    step = StepPrompts(FixedThreads(latency), StepShares(most), most, most, TUNING)
+    step.slowdown.factor = slowdown
+    budget = step.prefill_budget(len(prompts), decoding, rows, urgent_rows)
+    return prefill_chunks(prompts, budget, [1.0] * len(prompts))
+
+
 class TestPrefillChunks:
     @given(remaining, decoders, any_cost, rows_before, budgets)
     def test_shares_are_fair(
@@ -178,7 +193,7 @@ class TestPrefillChunks:
     ) -> None:
         """Max-min fairness: a session that gets only a part of its prompt has at least as much as any other, up to
         rounding."""
-        shares = prefill_chunks(prompts, decoding, latency, decoding + others, most)
+        shares = chunks_of(prompts, decoding, latency, decoding + others, most)
         assert len(shares) == len(prompts)
         for share, wanted in zip(shares, prompts, strict=True):
             assert 1 <= share <= wanted
@@ -199,7 +214,7 @@ class TestPrefillChunks:
             )
             full = next(n for n in range(most, 10_000, most) if n >= rows + TUNING.min_chunk_tokens)
             budget = max(TUNING.min_chunk_tokens, min(full, latency.rows_within(stretched)) - rows)
-        total = sum(prefill_chunks(prompts, decoding, latency, rows, most))
+        total = sum(chunks_of(prompts, decoding, latency, rows, most))
         assert total == min(sum(prompts), max(budget, len(prompts)))
         if decoding and total > max(TUNING.min_chunk_tokens, len(prompts)):
             assert latency.of(rows + total) <= stretched
@@ -207,21 +222,19 @@ class TestPrefillChunks:
     @given(remaining, any_cost, budgets)
     def test_everything_goes_when_nobody_decodes(self, prompts: list[int], latency: StepLatency, most: int) -> None:
         """Up to `most` rows, whatever they cost."""
-        assert prefill_chunks(prompts, 0, latency, 0, max(most, sum(prompts))) == prompts
-        assert sum(prefill_chunks(prompts, 0, latency, 0, most)) == min(sum(prompts), max(most, len(prompts)))
+        assert chunks_of(prompts, 0, latency, 0, max(most, sum(prompts))) == prompts
+        assert sum(chunks_of(prompts, 0, latency, 0, most)) == min(sum(prompts), max(most, len(prompts)))
 
     @given(remaining, any_cost, budgets, st.integers(0, 600))
     def test_prompts_share_the_limit_with_urgent_ones_when_nobody_decodes(
         self, prompts: list[int], latency: StepLatency, most: int, urgent_rows: int
     ) -> None:
-        total = sum(prefill_chunks(prompts, 0, latency, 0, most, urgent_rows=urgent_rows))
+        total = sum(chunks_of(prompts, 0, latency, 0, most, urgent_rows=urgent_rows))
         assert total == min(sum(prompts), max(most - urgent_rows, len(prompts)))
 
     @given(remaining, st.floats(0.0, 5.0), st.floats(0.0, 5.0), st.integers(1, 40), budgets)
     def test_dearer_rows_are_fewer(self, prompts: list[int], one: float, other: float, rows: int, most: int) -> None:
-        cheap, dear = (
-            sum(prefill_chunks(prompts, rows, FixedLatency(slope), rows, most)) for slope in sorted((one, other))
-        )
+        cheap, dear = (sum(chunks_of(prompts, rows, FixedLatency(slope), rows, most)) for slope in sorted((one, other)))
         assert dear <= cheap
 
     @given(remaining, st.integers(1, 20), st.integers(1, 20), any_cost, budgets)
@@ -230,8 +243,8 @@ class TestPrefillChunks:
     ) -> None:
         """The more of the rows decode, the fewer rows prompts get."""
         few, many = sorted((one, other))
-        held_up = sum(prefill_chunks(prompts, many, latency, 20, most))
-        assert held_up <= sum(prefill_chunks(prompts, few, latency, 20, most))
+        held_up = sum(chunks_of(prompts, many, latency, 20, most))
+        assert held_up <= sum(chunks_of(prompts, few, latency, 20, most))
 
     @pytest.mark.parametrize(
         ("prompts", "most", "shares"),
@@ -244,18 +257,16 @@ class TestPrefillChunks:
         ],
     )
     def test_examples(self, prompts: list[int], most: int, shares: list[int]) -> None:
-        assert prefill_chunks(prompts, 0, FREE, 0, most) == shares
-        assert prefill_chunks(prompts, 20, FREE, 40, 40 + max(most, 8)) == prefill_chunks(
-            prompts, 0, FREE, 0, max(most, 8)
-        )
+        assert chunks_of(prompts, 0, FREE, 0, most) == shares
+        assert chunks_of(prompts, 20, FREE, 40, 40 + max(most, 8)) == chunks_of(prompts, 0, FREE, 0, max(most, 8))
 
     @given(remaining, st.integers(1, 20), any_cost, st.floats(1.0, 20.0), budgets)
     def test_rows_that_read_much_are_fewer(
         self, prompts: list[int], decoding: int, latency: StepLatency, slowdown: float, most: int
     ) -> None:
         """Step time stays within the same limit."""
-        usual = sum(prefill_chunks(prompts, decoding, latency, decoding, most))
-        total = sum(prefill_chunks(prompts, decoding, latency, decoding, most, slowdown))
+        usual = sum(chunks_of(prompts, decoding, latency, decoding, most))
+        total = sum(chunks_of(prompts, decoding, latency, decoding, most, slowdown))
         assert total <= usual
         if total > max(TUNING.min_chunk_tokens, len(prompts)):
             readers = max(1.0, len(prompts) / decoding)
@@ -289,19 +300,19 @@ class TestPrefillChunks:
     @pytest.mark.parametrize(("rows", "total"), [(1, 255), (248, 8), (249, 263), (256, 256), (300, 212)])
     def test_many_candidates_leave_room(self, rows: int, total: int) -> None:
         """Prompts fill up a step, or a multiple of one, together with the decode rows that it has anyway."""
-        assert sum(prefill_chunks([1000] * 3, 16, FREE, rows, 256)) == total
+        assert sum(chunks_of([1000] * 3, 16, FREE, rows, 256)) == total
 
     def test_steps_that_hardly_anybody_notices_may_take_that_long(self) -> None:
         """A row takes a millisecond."""
         quick = StepLatency((1, 2), [0.001, 0.002])
-        assert prefill_chunks([100], 2, quick, 2, 512) == [23]
-        assert prefill_chunks([50, 50, 50, 50], 2, quick, 2, 512) == [12] * 4
+        assert chunks_of([100], 2, quick, 2, 512) == [23]
+        assert chunks_of([50, 50, 50, 50], 2, quick, 2, 512) == [12] * 4
 
     def test_a_long_prompt_gets_through(self) -> None:
         """However expensive its rows."""
         left, steps = 1000, 0
         while left:
-            (share,) = prefill_chunks([left], 4, FixedLatency(1e6), 4, 512)
+            (share,) = chunks_of([left], 4, FixedLatency(1e6), 4, 512)
             left -= share
             steps += 1
         assert steps == 1000 / TUNING.min_chunk_tokens

@@ -213,16 +213,16 @@ class StepSeconds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepTimes:
-    """Times of one step in seconds, and other fields of a session's commit that are not in the verify result."""
+class CommitDetails:
+    """Fields of a session's commit that are not in the verify result. Durations are in seconds."""
 
-    forward: float
+    forward: float  # of its last step, as are the next two
     step: float
     waited: float  # step delay, for candidates
     queued: float  # wait for memory since the session's last commit
     cached: int = 0  # on the first commit: tokens found in the KV cache
     preemptions: int = 0  # of the session so far
     outlook: Outlook = NO_DRAFT_PAYS
-    drafted: int = 0  # the pod's sessions with a draft
+    drafted_sessions: int = 0  # of the pod, with a draft
     round_trip: float = 0.0  # to the session's draft and back; 0: unknown
     rates: Mapping[str, float] | None = None  # tokens a second by mode, if changed since the last commit

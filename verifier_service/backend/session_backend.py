@@ -17,7 +17,7 @@ from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from specdec.serving.worker import Worker
 from verifier_service.backend.request import Policy, VerifierSessionRequest
-from verifier_service.backend.result import FeatureRows, PromptScores, StepTimes, VerifyResult
+from verifier_service.backend.result import CommitDetails, FeatureRows, PromptScores, VerifyResult
 from verifier_service.backend.stats import VerifierStats
 
 
@@ -25,8 +25,8 @@ class ResponseMaker:
     """Turns a session's results into its responses, on the event loop of the response queue. Unless overridden, the
     results are the responses."""
 
-    def commit(self, result: VerifyResult, times: StepTimes) -> Any:
-        return result, times
+    def commit(self, result: VerifyResult, details: CommitDetails) -> Any:
+        return result, details
 
     def scores(self, scores: PromptScores) -> Any:
         return scores
@@ -96,7 +96,9 @@ class SessionBackend(Worker):
         """
 
     @abstractmethod
-    def serve(self, session: Any, responses: ResponseQueue[Any], make: ResponseMaker, timeline: Timeline) -> None:
+    def serve(
+        self, session: Any, responses: ResponseQueue[Any], response_maker: ResponseMaker, timeline: Timeline
+    ) -> None:
         """Allocate memory for a session as soon as possible, and send its commits until it ends or is detached. Before
         the commits, send the log-probabilities of its prompt, if requested. Also send queries to its draft
         (CONTRASTIVE), and features to a draft that reads them. Record in the timeline when the session is admitted or

@@ -98,7 +98,7 @@ class AdaptiveThreads:
         self._ratio = every.of(1) / fewest.of(1)  # on an idle machine
         self._plain = self._all  # threads of a step without drafts
         self._used = self._all
-        self._drafted = -self._tuning.linger_seconds  # time of the last use of drafts
+        self._last_drafting = -self._tuning.linger_seconds  # time of the last use of drafts
         self._clock = 0.0  # seconds of steps without drafts
         self._pause = self._tuning.first_probe_pause
         self._changed = 0.0  # last change of `_plain`, by `_clock`
@@ -122,8 +122,8 @@ class AdaptiveThreads:
 
     def choose(self, drafting: bool, now: float) -> None:
         if drafting:
-            self._drafted = now
-        self._use(self._fewest if now - self._drafted < self._tuning.linger_seconds else self._plain)
+            self._last_drafting = now
+        self._use(self._fewest if now - self._last_drafting < self._tuning.linger_seconds else self._plain)
 
     def observe(self, rows: int, seconds: float) -> None:
         self.latency.observe(rows, seconds)

@@ -25,6 +25,7 @@ from verifier_service.costs.token_budget import RowPrice, select_candidates
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
 from verifier_service.scheduling.foreseen_step import ForeseenStep
 from verifier_service.scheduling.run_queue import RunQueue
+from verifier_service.scheduling.shares import Urgent
 from verifier_service.scheduling.step_candidates import CandidateChoice, StepCandidates
 from verifier_service.scheduling.step_prompts import StepPrompts
 from verifier_service.scheduling.step_shares import Division, StepShares
@@ -53,6 +54,24 @@ class StepPlan:
     def decodes_only(self) -> bool:
         """True if the step computes nothing of a prompt, not even its end."""
         return all(rows.root_row is not None and rows.count == 1 for _, rows in self.entries)
+
+
+@dataclass(frozen=True)
+class _StepSessions:
+    """The sessions of a step, by their part in it."""
+
+    prompts: list[RunningSession]
+    plain: list[RunningSession]  # decoding without candidates
+    speculating: list[RunningSession]  # decoding, and may have candidates
+    sitting_out: list[RunningSession]  # decoding sessions without rows
+    urgent: Urgent
+    goes_first: bool  # the urgent prompts go before decoding sessions
+    division: Division | None
+
+    @property
+    def decoding(self) -> int:
+        """The number of decoding sessions with rows."""
+        return len(self.plain) + len(self.speculating)
 
 
 class Planner:
@@ -90,7 +109,17 @@ class Planner:
         """Plan a step. Sessions that yield to urgent prompts are left out. `spent`: seconds the proposers took for
         these sessions; `division`: the step's division among tenants, already applied to `ready`; None: not divided."""
         self.shares.begin(division)
-        # 1. Sessions that yield to urgent prompts.
+        sessions = self._without_yielding(ready, division)
+        chosen = self._choose(sessions, spent)
+        plan = self._fill(sessions, chosen)
+        for entry, rows in plan.entries[: len(sessions.speculating)]:
+            rows.undrafted = self._eligibility.lacks_remote_draft(entry.session)
+            rows.drafted = not rows.undrafted and self._eligibility.uses_remote_draft(entry.session)
+        self._explain(plan.entries, chosen, sessions.decoding, plan.rows)
+        return plan
+
+    def _without_yielding(self, ready: Sequence[RunningSession], division: Division | None) -> _StepSessions:
+        """Return the sessions of the step, without those that yield to urgent prompts."""
         prompts, plain, speculating = self._sorted(ready)
         decoders = [*plain, *speculating]
         waiting = [] if division is None else division.sitting_out
@@ -109,45 +138,59 @@ class Planner:
         # To measure one tenant's rows alone, other tenants' prompts stay out, unless they are urgent.
         if division is not None and division.measures:
             prompts = [entry for entry in prompts if entry.tenant in urgent.tenants]
-        # 2. Candidates and windows.
-        decoding, latency = len(plain) + len(speculating), self._threads.latency
-        choice = CandidateChoice(latency, self._eligibility, spent, len(self._tree_slots))
+        return _StepSessions(prompts, plain, speculating, sitting_out, urgent, goes_first, division)
+
+    def _choose(self, sessions: _StepSessions, spent: float) -> StepCandidates:
+        """Choose the candidates and windows of the speculating sessions; close the windows of the others."""
+        speculating, decoding, division = sessions.speculating, sessions.decoding, sessions.division
+        choice = CandidateChoice(self._threads.latency, self._eligibility, spent, len(self._tree_slots))
+        may_explore = not sessions.prompts
         if division is None or not speculating:
-            sessions = [entry.session for entry in speculating]
-            chosen = choice.for_all(sessions, decoding, may_explore=not prompts)
+            chosen = choice.for_all([entry.session for entry in speculating], decoding, may_explore=may_explore)
         else:
-            chosen = choice.by_tenant(speculating, decoding, division, may_explore=not prompts)
+            chosen = choice.by_tenant(speculating, decoding, division, may_explore=may_explore)
         if decoding:
             self._eligibility.observe_break_even(chosen.break_even, self._tuning.break_even_smoothing)
-        for entry in (*plain, *prompts):
+        for entry in (*sessions.plain, *sessions.prompts):
             entry.session.ngrams.close_window()
-        # 3. The batch: the one packed ahead, or a new one with chunks of prompts.
-        pack: Callable[[], PackedBatch]
-        written: Sequence[int] | Slots
+        return chosen
+
+    def _fill(self, sessions: _StepSessions, chosen: StepCandidates) -> StepPlan:
+        """Return the plan: with the batch packed ahead, or with a new one that has chunks of prompts."""
+        prompts, plain, speculating = sessions.prompts, sessions.plain, sessions.speculating
         foreseen = self._foreseen.take([*speculating, *plain])
         # The foreseen batch has one row per text: usable only if nothing else has joined the step.
         if foreseen is not None and not (prompts or any(chosen.nodes) or any(chosen.windows)):
             batch, entries = foreseen
-            pack, written, taken = lambda: batch, batch.slots, len(entries)
-        else:
-            packer = self._packer()
-            entries = self._schedule(packer, zip(speculating, chosen.nodes, chosen.windows, strict=True), plain)
-            candidates = len(packer.wanted) - decoding
-            chunks = self._prompts.chunks(
-                prompts, urgent, decoding, len(packer.tokens), candidates, division, goes_first=goes_first
-            )
-            entries += [(entry, entry.session.plan(packer, chunk, [], [])) for entry, chunk in chunks]
-            pack, written, taken = packer.pack, packer.slots, len(packer.tokens)
-        # 4. Record the decision on each session's candidates, and the expected seconds.
-        for entry, rows in entries[: len(speculating)]:
-            rows.undrafted = self._eligibility.lacks_remote_draft(entry.session)
-            rows.drafted = not rows.undrafted and self._eligibility.uses_remote_draft(entry.session)
-        self._explain(entries, chosen, decoding, taken)
-        expected = latency.of(taken) + sum(entry.grammar for entry, _ in entries)
-        plan = StepPlan(pack, written, entries, taken, expected, sitting_out, division)
+            return self._step_plan(lambda: batch, batch.slots, entries, len(entries), sessions)
+        packer, decoding = self._packer(), sessions.decoding
+        entries = self._schedule(packer, zip(speculating, chosen.nodes, chosen.windows, strict=True), plain)
+        chunks = self._prompts.chunks(
+            prompts,
+            sessions.urgent,
+            decoding,
+            rows=len(packer.tokens),
+            candidates=len(packer.wanted) - decoding,
+            division=sessions.division,
+            goes_first=sessions.goes_first,
+        )
+        entries += [(entry, entry.session.plan(packer, chunk, [], [])) for entry, chunk in chunks]
+        return self._step_plan(packer.pack, packer.slots, entries, len(packer.tokens), sessions)
+
+    def _step_plan(
+        self,
+        pack: Callable[[], PackedBatch],
+        written: Sequence[int] | Slots,
+        entries: list[tuple[RunningSession, ScheduledRows]],
+        rows: int,
+        sessions: _StepSessions,
+    ) -> StepPlan:
+        """Return the plan of a step over these rows, with the seconds that it is expected to take."""
+        expected = self._threads.latency.of(rows) + sum(entry.usual_grammar_seconds for entry, _ in entries)
+        plan = StepPlan(pack, written, entries, rows, expected, sessions.sitting_out, sessions.division)
         return plan if plan.decodes_only else replace(plan, expected=plan.expected * self._prompts.slowdown.factor)
 
-    def prepare(self, plan: StepPlan) -> None:
+    def pack_next(self, plan: StepPlan) -> None:
         """Pack the next step, if it can be foreseen."""
         self._certain = False
         try:
@@ -165,7 +208,7 @@ class Planner:
         if foreseen is None:
             return None
         batch, entries, rows = foreseen
-        expected = self._threads.latency.of(rows) + sum(entry.grammar for entry, _ in entries)
+        expected = self._threads.latency.of(rows) + sum(entry.usual_grammar_seconds for entry, _ in entries)
         return StepPlan(lambda: batch, batch.slots, entries, rows, expected, [], self._division)
 
     def begin_early(self, plan: StepPlan) -> StepPlan:
@@ -216,10 +259,10 @@ class Planner:
         entries: Sequence[tuple[RunningSession, ScheduledRows]],
         chosen: StepCandidates,
         decoding: int,
-        taken: int,
+        total_rows: int,
     ) -> None:
         """Record the decision on each session's candidates in its rows. The first `decoding` entries are decoding
-        sessions; those that may have candidates come first, in the order of `chosen`. The step has `taken` rows."""
+        sessions; those that may have candidates come first, in the order of `chosen`. `total_rows`: of the step."""
         eligibility, latency = self._eligibility, self._threads.latency
         for place, (entry, rows) in enumerate(entries):
             session = entry.session
@@ -239,7 +282,7 @@ class Planner:
                 why = eligibility.why_nothing(session)
             if why is Without.ROW_COST:
                 # There is no price if no drafter was asked, because not even a certain candidate would pay.
-                price = price or RowPrice(latency.of(taken + 1) - latency.of(taken), 1.0)
+                price = price or RowPrice(latency.of(total_rows + 1) - latency.of(total_rows), 1.0)
                 rows.decision = eligibility.row_cost(session, price)
             else:
                 rows.decision = eligibility.decision(session, why)

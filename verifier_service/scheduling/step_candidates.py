@@ -9,7 +9,7 @@ weights, C is used if every tenant gets at least its part of the token rate that
 
 where E_i are the expected tokens of i's sessions (1 for a root, its path probability for a candidate), and T and A_i
 the seconds of the joint step and of i's step alone. Otherwise tenant i gets C_i, or the best k_i candidates and windows
-if its part of the step leaves room for k_i < |C_i| rows (`Division.candidates`).
+if its part of the step leaves room for k_i < |C_i| rows (`Division.candidate_rows`).
 
 A session forced to speculate gets its best candidate even at a loss.
 """
@@ -22,15 +22,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.tree import Node
-from verifier_service.backend.result import Without
+from verifier_service.backend.result import LOOKAHEAD, Without
 from verifier_service.costs.step_latency import StepLatency
-from verifier_service.costs.token_budget import RowPrice, select_candidates
+from verifier_service.costs.token_budget import RowPrice, WindowCosts, select_candidates
 from verifier_service.scheduling.step_shares import Division
-from verifier_service.scheduling.step_windows import open_windows, window_rows
 from verifier_service.sessions.ngram import LookaheadRows
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
+from verifier_service.sessions.window_gain import Cost
 from verifier_service.speculation.eligibility import Eligibility
 
 
@@ -109,9 +110,7 @@ class CandidateChoice:
         left = self.free - sum(map(len, found.nodes))
         # One experiment a step: with two, their costs could not be told apart.
         may_explore = may_explore and found.exploring is None
-        windows = open_windows(
-            sessions, found.nodes, decoding, left, self.latency, self.eligibility, may_explore=may_explore
-        )
+        windows = self._open_windows(sessions, found.nodes, decoding, left, may_explore=may_explore)
         prices = [found.price] * len(sessions)
         return StepCandidates(found.nodes, windows, prices, found.break_even, found.exploring is not None)
 
@@ -139,7 +138,7 @@ class CandidateChoice:
         if division.is_fair(rows, got, {tenant: (alone.extra, alone.tokens) for tenant, alone in own.items()}):
             # Open at most as many window rows as the tenants' separate steps have: `is_fair` counted these.
             left = min(self.free - sum(map(len, joint.nodes)), windowed)
-            windows = open_windows(sessions, joint.nodes, decoding, left, self.latency, self.eligibility)
+            windows = self._open_windows(sessions, joint.nodes, decoding, left)
             if explores := joint.exploring is not None:
                 self.latency.explore(joint.exploring)
             return StepCandidates(joint.nodes, windows, [joint.price] * len(sessions), joint.break_even, explores)
@@ -151,15 +150,14 @@ class CandidateChoice:
         found = select_candidates(offers, self.latency, roots, self.free, self.spent)
         _add_forced(sessions, found.nodes, self.free)
         alone = Alone(places, roots, found.nodes, found.price, found.break_even)
-        left = self.free - alone.count
-        alone.rows = window_rows(sessions, alone.nodes, roots, left, self.latency, self.eligibility)
+        alone.rows = self._window_rows(sessions, alone.nodes, roots, self.free - alone.count)
         return alone
 
     def _within_parts(
         self, sessions: Sequence[VerifierSession], own: dict[str, Alone], division: Division
     ) -> StepCandidates:
         """Give each tenant the candidates and windows of its own step, as far as its part of this step allows."""
-        allowed = division.candidates({tenant: alone.extra for tenant, alone in own.items()})
+        allowed = division.candidate_rows({tenant: alone.extra for tenant, alone in own.items()})
         chosen: list[list[Node]] = [[] for _ in sessions]
         windows: list[LookaheadRows | None] = [None] * len(sessions)
         prices = [RowPrice(0.0, 0.0)] * len(sessions)
@@ -172,12 +170,77 @@ class CandidateChoice:
                 nodes = select_candidates(offers, self.latency, alone.roots, most, self.spent).nodes
             _add_forced(some, nodes, most)
             count = sum(map(len, nodes))
-            opened = open_windows(some, nodes, alone.roots, most - count, self.latency, self.eligibility)
+            opened = self._open_windows(some, nodes, alone.roots, most - count)
             free -= count + sum(len(window.nodes) for window in opened if window is not None)
             for i, of_session, window, paying in zip(alone.places, nodes, opened, alone.nodes, strict=True):
                 chosen[i], windows[i] = of_session, window
                 prices[i] = alone.price._replace(break_even=0.0) if paying and not of_session else alone.price
         return StepCandidates(chosen, windows, prices, min(alone.break_even for alone in own.values()))
+
+    def _open_windows(
+        self,
+        sessions: Sequence[VerifierSession],
+        chosen: Sequence[list[Node]],
+        decoding: int,
+        left: int,
+        *,
+        may_explore: bool = False,
+    ) -> list[LookaheadRows | None]:
+        """Open the lookahead windows of a step with `decoding` sessions. Return one entry per session of `sessions`.
+
+        `chosen`: each session's candidates, to which those of Jacobi windows are appended in place; `left`: tree slots
+        left for windows. If the step `may_explore`, a window may be opened to learn the cost of its rows.
+        """
+        costs = WindowCosts(decoding, self.latency, decoding + sum(map(len, chosen)))
+        windows: list[LookaheadRows | None] = []
+        for session, nodes in zip(sessions, chosen, strict=True):
+            size = self._window_size(session, costs.of)
+            exploring = size is None and may_explore and self.latency.may_explore
+            if exploring:
+                size = self._window_size(session, costs.optimistic)
+            if size is not None and size.most_rows > left:
+                size = None
+            window = session.open_window(size)
+            windows.append(window)
+            if window is not None and size is not None:
+                if exploring:  # the step measures the cost of rows, not the gain of windows
+                    costs.explore()
+                    may_explore = False  # one experiment a step
+                else:
+                    _charge(session, size, costs, window, nodes)
+                planned = {id(node) for node in nodes}
+                further = [node for node in window.candidates if id(node) not in planned and session.usable(node)]
+                nodes += further[: max(0, session.policy.max_candidates - len(nodes))]
+                costs.add(len(window.nodes))
+                left -= len(window.nodes)
+        return windows
+
+    def _window_rows(
+        self, sessions: Sequence[VerifierSession], chosen: Sequence[list[Node]], decoding: int, left: int
+    ) -> int:
+        """Return an estimate of the rows that `_open_windows` would add, counting each window at its largest size."""
+        costs = WindowCosts(decoding, self.latency, decoding + sum(map(len, chosen)))
+        rows = 0
+        for session in sessions:
+            size = self._window_size(session, costs.of)
+            if size is not None and size.most_rows <= left - rows:
+                rows += size.most_rows
+                costs.add(size.most_rows)
+        return rows
+
+    def _window_size(self, session: VerifierSession, cost: Cost) -> Lookahead | None:
+        """Return the size of a session's window; None: no window. A forced session that may use only windows always has
+        one."""
+        policy = session.policy
+        if not policy.windows or session.chains_only or not self.eligibility.uses_proposers(session):
+            return None
+        if policy.lookahead is not None:
+            return policy.lookahead
+        if self.eligibility.uses_local_model(session):  # beside a local draft or heads a window gains little
+            return None
+        sizes, ngrams = session.window_sizes, session.ngrams
+        size = ngrams.gain.wanted(sizes, cost, ngrams.size)
+        return sizes[0] if size is None and policy.forced and policy.only_windows else size
 
 
 def _add_forced(sessions: Sequence[VerifierSession], chosen: list[list[Node]], most: int) -> None:
@@ -188,6 +251,17 @@ def _add_forced(sessions: Sequence[VerifierSession], chosen: list[list[Node]], m
         if left > 0 and session.policy.forced and not chosen[place] and (best := session.candidates().nodes):
             chosen[place] = best[:1]
             left -= 1
+
+
+def _charge(
+    session: VerifierSession, size: Lookahead, costs: WindowCosts, window: LookaheadRows, nodes: Sequence[Node]
+) -> None:
+    """Record the costs of a window and of candidates from windows, unless the request asks for windows at any cost."""
+    if session.policy.lookahead is None and not session.policy.forced:
+        gain = session.ngrams.gain
+        gain.begin(size, session.window_sizes, costs.of)
+        found = sum(node.origin == LOOKAHEAD for node in nodes)
+        gain.charge(size, costs.of_rows(len(window.nodes)), costs.of_rows(found))
 
 
 def _places(entries: Sequence[RunningSession]) -> dict[str, list[int]]:

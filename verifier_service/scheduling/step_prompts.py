@@ -1,4 +1,8 @@
-"""The prompt tokens of a step: chunks beside decoding sessions, within their tenants' parts and the memory for logits.
+"""The prompt tokens of a step (chunked prefill): chunks beside decoding sessions, within their tenants' parts and the
+memory for logits.
+
+A step with prompts is longer, and all decoding sessions wait for it; smaller chunks make the prompt itself take longer.
+As in Sarathi-Serve (Agrawal et al. 2024), the slowdown of a step is bounded.
 
 With T_v(n) the seconds of a step over n rows, and s the slowdown of steps with prompts (`PrefillSlowdown`):
 
@@ -7,7 +11,11 @@ With T_v(n) the seconds of a step over n rows, and s the slowdown of steps with 
 
       T_v(p + d)  >  worth_a_wait * T_v(p + d')
 
-- Chunks of prompts fill the rest of the step (`prefill.py`).
+- Chunks of prompts fill the rest of the step. With r rows of d decoding sessions, and P prompts, chunks of c tokens in
+  total are within the time limit if
+
+      s * T_v(r + c) <= max((1 + max_decode_slowdown * k) * T_v(r), slice_seconds * k),    k = max(1, P / d)
+
 - Each row of a prompt that needs log-probabilities has logits: m such rows fit beside k candidates if
   m + k <= MAX_STEP_CANDIDATES.
 - c tokens of a tenant with t seconds left in its part fit beside r rows if
@@ -24,14 +32,26 @@ from collections.abc import Sequence
 from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
-from verifier_service.scheduling.prefill import PrefillSlowdown, prefill_chunks
 from verifier_service.scheduling.shares import NO_URGENT, Urgent, prompt_weights
 from verifier_service.scheduling.step_shares import Division, StepShares
 from verifier_service.sessions.running_session import RunningSession
-from verifier_service.settings.tuning import PrefillTuning
+from verifier_service.settings.tuning import DEFAULTS, PrefillTuning
 
 Chunk = tuple[RunningSession, int]
 """A session, and the number of its prompt's tokens to compute."""
+
+
+class PrefillSlowdown:
+    """Moving average of (duration of steps with prompts) / T_v(n). T_v is measured over short texts, but a row of a
+    long prompt attends to everything before it."""
+
+    def __init__(self, tuning: PrefillTuning = DEFAULTS.prefill) -> None:
+        self._tuning = tuning
+        self.factor = 1.0
+
+    def observe(self, expected: float, seconds: float) -> None:
+        """Add a step with prompts: its duration and its expected duration by T_v, in seconds."""
+        self.factor += self._tuning.slowdown_smoothing * (max(1.0, seconds / expected) - self.factor)
 
 
 class StepPrompts:
@@ -87,20 +107,32 @@ class StepPrompts:
         """Return the chunks that fill the step."""
         first = [entry for entry in prompts if entry.tenant in urgent.tenants]
         others = [entry for entry in prompts if entry.tenant not in urgent.tenants]
-        latency, tuning = self._threads.latency, self._tuning
-
-        def chunks(of: Sequence[RunningSession], waiting: int, most: int, urgent_rows: int = 0) -> list[int]:
-            remaining, slowdown = [entry.session.computable for entry in of], self.slowdown.factor
-            weights = prompt_weights(of)
-            return prefill_chunks(remaining, waiting, latency, rows, most, slowdown, tuning, weights, urgent_rows)
-
-        most = self._step_rows if decoding else self._prefill_rows
         if goes_first:
-            ahead = chunks(first, 0, max(tuning.min_chunk_tokens, self._prefill_rows - rows))
+            budget = max(self._tuning.min_chunk_tokens, self._prefill_rows - rows)
         else:
-            ahead = chunks(first, decoding, most)
-        rest = chunks(others, decoding, most, sum(ahead))
+            budget = self.prefill_budget(len(first), decoding, rows)
+        ahead = prefill_chunks([entry.session.computable for entry in first], budget, prompt_weights(first))
+        budget = self.prefill_budget(len(others), decoding, rows, urgent_rows=sum(ahead))
+        rest = prefill_chunks([entry.session.computable for entry in others], budget, prompt_weights(others))
         return [*zip(first, ahead, strict=True), *zip(others, rest, strict=True)]
+
+    def prefill_budget(self, prompts: int, decoding: int, rows: int, urgent_rows: int = 0) -> int:
+        """Return how many tokens of `prompts` prompts to compute beside `rows` rows of `decoding` sessions and
+        `urgent_rows` rows of urgent prompts.
+
+        Without decoding sessions, `prefill_rows` alone limits the prompts, urgent ones included. With decoding
+        sessions, the lowest multiple of `step_rows` that leaves room for `min_chunk_tokens` limits all rows together,
+        and the time limit in the module docstring applies too.
+        """
+        if not decoding:
+            return self._prefill_rows - urgent_rows
+        latency, tuning, most = self._threads.latency, self._tuning, self._step_rows
+        prefills = max(1.0, prompts / decoding)  # per decoding session: many prompts may take more of a step
+        seconds = max((1.0 + tuning.max_decode_slowdown * prefills) * latency.of(rows), tuning.slice_seconds * prefills)
+        full = most * math.ceil((rows + tuning.min_chunk_tokens) / most)
+        within = min(full, latency.rows_within(seconds / self.slowdown.factor))
+        # At least `min_chunk_tokens`: a prompt must progress even if decoding alone fills the step.
+        return max(tuning.min_chunk_tokens, within - rows - urgent_rows)
 
     def _with_room_for_scores(self, chunks: list[Chunk], candidates: int) -> list[Chunk]:
         """Cut chunks of prompts that need log-probabilities to fit the memory for logits left by the step's
@@ -136,6 +168,19 @@ class StepPrompts:
         fitting = latency.rows_within(latency.of(rows) + seconds / self.slowdown.factor) - rows
         # A prompt must progress: if its minimum chunk exceeds the part, the excess is charged to the next steps.
         return max(fitting, self._tuning.min_chunk_tokens if seconds > 0 else 0)
+
+
+def prefill_chunks(remaining: Sequence[int], budget: int, weights: Sequence[float]) -> list[int]:
+    """Return how many tokens of each prompt to compute, at least one. The prompts share the budget by `weights`, and
+    the unused share of a short prompt goes to the others (max-min)."""
+    shares = [0] * len(remaining)
+    waiting = sum(weights)
+    # Smallest need per weight first: its unused share is then divided among the rest.
+    for index in sorted(range(len(remaining)), key=lambda index: remaining[index] / weights[index]):
+        shares[index] = min(remaining[index], max(1, int(budget * weights[index] / max(waiting, weights[index]))))
+        budget -= shares[index]
+        waiting -= weights[index]
+    return shares
 
 
 def _cut(chunks: list[Chunk], most: int) -> list[Chunk]:

@@ -29,7 +29,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specdec.serving.fair_turns import Pool
+from specdec.serving.fair_turns import SharedBudget
 from verifier_service.backend.result import VerifyResult
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.sessions.running_session import RunningSession
@@ -119,7 +119,7 @@ class Division:
                 return False
         return True
 
-    def candidates(self, extra: Mapping[str, int]) -> dict[str, int]:
+    def candidate_rows(self, extra: Mapping[str, int]) -> dict[str, int]:
         """Return how many rows of candidates and windows each tenant may have; `extra`: the number it would have alone.
         Tenants with sessions sitting the step out get none: the rest of their part becomes credit for those sessions,
         since their roots bring more tokens than candidates would."""
@@ -134,17 +134,17 @@ class Division:
             for tenant in self.tenants
             if tenant != least
         }
-        pool = Pool(left, {tenant: self.tenants[tenant].weight for tenant in wanted})
-        for tenant in pool.order(wanted):
-            part = pool.part(tenant)
+        budget = SharedBudget(left, {tenant: self.tenants[tenant].weight for tenant in wanted})
+        for tenant in budget.order(wanted):
+            part = budget.part(tenant)
             if tenant in held_up:
                 self.credit[tenant] = self.credit.get(tenant, 0.0) + part
                 found[tenant] = 0
-                pool.take(tenant, part)
+                budget.take(tenant, part)
             else:
                 most = self.latency.rows_within(self.latency.of(rows) + part) - rows
                 found[tenant] = max(0, min(extra.get(tenant, 0), most))
-                pool.take(tenant, self._slower_by(rows, found[tenant]))
+                budget.take(tenant, self._slower_by(rows, found[tenant]))
                 rows += found[tenant]
         return found
 
@@ -218,8 +218,8 @@ class StepShares:
             if session.grammar is None:
                 continue
             seconds, session.grammar_seconds = session.grammar_seconds, 0.0
-            self._pay(entry, seconds - entry.grammar)
-            entry.grammar = _average(entry.grammar, seconds)
+            self._pay(entry, seconds - entry.usual_grammar_seconds)
+            entry.usual_grammar_seconds = _average(entry.usual_grammar_seconds, seconds)
             self._usual[entry.tenant] = _average(self._usual.pop(entry.tenant, 0.0), seconds)  # now the latest
             if len(self._usual) > REMEMBERED:
                 self._usual.popitem(last=False)
@@ -228,8 +228,8 @@ class StepShares:
         """Update the seconds taken by proposers before a step, for each session decoding in it."""
         for entry, taken in seconds.items():
             if taken:
-                self._pay(entry, taken - entry.proposing)
-            entry.proposing = _average(entry.proposing, taken) if taken else 0.0
+                self._pay(entry, taken - entry.usual_proposer_seconds)
+            entry.usual_proposer_seconds = _average(entry.usual_proposer_seconds, taken) if taken else 0.0
 
     def _pay(self, entry: RunningSession, seconds: float) -> None:
         """Charge a session's unexpected cost, which may be negative, to its tenant's credit."""
@@ -244,7 +244,7 @@ class StepShares:
     def joined(self, entry: RunningSession) -> None:
         """Initialise a new session's grammar cost with its tenant's usual one."""
         if entry.session.grammar is not None:
-            entry.grammar = self._usual.get(entry.tenant, 0.0)
+            entry.usual_grammar_seconds = self._usual.get(entry.tenant, 0.0)
 
     def _may_measure(self, presence: Presence) -> bool:
         """Return whether the coming step should measure a tenant's rows alone."""
@@ -277,9 +277,9 @@ class StepShares:
             if tenant != least
         }
         # The bounding tenant's rows are in the step in any case; the others divide the rest of the bound.
-        pool = Pool(bound - division.alone(least), {tenant: tenants[tenant].weight for tenant in wanted})
-        for tenant in pool.order(wanted):
-            presence, part = tenants[tenant], pool.part(tenant)
+        budget = SharedBudget(bound - division.alone(least), {tenant: tenants[tenant].weight for tenant in wanted})
+        for tenant in budget.order(wanted):
+            presence, part = tenants[tenant], budget.part(tenant)
             count = len(presence.prompts) + len(presence.decoders)
             # A tenant's decoding and prompts divide its part in proportion to their sessions.
             of_texts = part * len(presence.decoders) / count
@@ -289,7 +289,7 @@ class StepShares:
             if wanted[tenant] <= part and not waiting:
                 division.credit[tenant] = 0.0  # fully served: no credit to carry over
                 # Rows may cost more after other tenants' rows than estimated in `wanted`.
-                pool.take(tenant, max(0.0, wanted[tenant], of_texts - left))
+                budget.take(tenant, max(0.0, wanted[tenant], of_texts - left))
                 continue
             # Credit only for sessions that wait (deficit round robin also resets an empty queue). An overdraft stays,
             # but prompts repay it below: `charge` then carries over what is left of it.
@@ -298,7 +298,7 @@ class StepShares:
                 # Seconds not used by decoding go to the tenant's prompts, unless they are credit for sessions that
                 # wait.
                 division.prompt_seconds[tenant] = of_prompts if waiting else of_prompts + left
-            pool.take(tenant, part)
+            budget.take(tenant, part)
 
 
 def _average(before: float, latest: float) -> float:

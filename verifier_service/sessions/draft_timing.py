@@ -43,15 +43,15 @@ class DraftTiming:
             del self._commits[oldest]
             self._last.pop(oldest, None)
 
-    def arrived(self, base: int, at: float, held: float = 0.0) -> None:
-        """Update the estimates from a message that starts at `base`, even a late one. `held`: seconds that the draft
-        had known the text up to `base`; the rest of the time since the commit is the round trip."""
+    def arrived(self, base: int, at: float, base_age: float = 0.0) -> None:
+        """Update the estimates from a message that starts at `base`, even a late one. `base_age`: seconds that the
+        draft had known the text up to `base`; the rest of the time since the commit is the round trip."""
         self._awaited, self._given_up = None, False
         begun = self._commits.get(base)
         if begun is None:
             return
-        way = at - begun - held
-        if held > 0 and 0 < way < MAX_ROUND_TRIP_SECONDS:
+        way = at - begun - base_age
+        if base_age > 0 and 0 < way < MAX_ROUND_TRIP_SECONDS:
             self.round_trip += self._tuning.smoothing * (way - self.round_trip) if self.round_trip else way
         if base in self._last:
             self._gap += self._tuning.smoothing * (at - self._last[base] - self._gap)

@@ -16,11 +16,11 @@ from verifier_service.sessions.session import VerifierSession
 
 @dataclass(eq=False)
 class RunningSession:
-    """A session in the step loop, owned by the loop's thread. `make` makes the items of `responses`."""
+    """A session in the step loop, owned by the loop's thread. `response_maker` makes the items of `responses`."""
 
     session: VerifierSession
     responses: ResponseQueue[Any]
-    make: ResponseMaker = field(default_factory=ResponseMaker)
+    response_maker: ResponseMaker = field(default_factory=ResponseMaker)
     arrival: int = 0
     preemptions: int = 0
     waiting_since: float = 0.0  # for memory
@@ -35,8 +35,8 @@ class RunningSession:
     draft_ready_uncounted: bool = False  # uses a draft; last step not counted in `draft_ready_steps` yet
     timeline: Timeline = field(default_factory=Timeline)
     last_step: int = 0  # number of its last step; 0: none
-    grammar: float = 0.0  # its grammar's seconds in a step, moving average
-    proposing: float = 0.0  # proposers' seconds for it before a step, moving average
+    usual_grammar_seconds: float = 0.0  # its grammar's seconds in a step, moving average
+    usual_proposer_seconds: float = 0.0  # proposers' seconds for it before a step, moving average
     computing_prompt: bool = False  # admitted, no token chosen since
 
     def count_draft_ready(self, stats: VerifierStats) -> None:
@@ -53,7 +53,7 @@ class RunningSession:
     @property
     def beside(self) -> float:
         """Seconds it adds to a step besides its rows."""
-        return self.grammar + self.proposing
+        return self.usual_grammar_seconds + self.usual_proposer_seconds
 
     @property
     def weight(self) -> float:

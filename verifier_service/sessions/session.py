@@ -191,9 +191,9 @@ class VerifierSession:
 
     # --- candidates ---------------------------------------------------------------------------------
 
-    def extend(self, base: int, paths: Paths, arrived: float, held: float = 0.0) -> None:
-        """Insert candidates of a draft, received at the time `arrived`; ValueError if they are invalid. `held`: seconds
-        that the draft had known the text up to `base` when it sent them; 0: unknown."""
+    def extend(self, base: int, paths: Paths, arrived: float, base_age: float = 0.0) -> None:
+        """Insert candidates of a draft, received at the time `arrived`; ValueError if they are invalid. `base_age`:
+        seconds that the draft had known the text up to `base` when it sent them; 0: unknown."""
         rule = self.request.sampler.rule
         rows = [(parent, row) for parent, row in paths.distributions if row.fits(rule, self.vocabulary)]
         self._best_nodes = None  # first, since a message with an error may be inserted in part
@@ -201,7 +201,7 @@ class VerifierSession:
         row = self.tree.root.distribution
         if self._query is not None and row is not None and not contrastive.answers(row, self._query.ids):
             self.tree.root.distribution = None  # sent before the draft had the query
-        self.draft_timing.arrived(base, arrived, held)
+        self.draft_timing.arrived(base, arrived, base_age)
 
     def ask(self, plausible: NDArray[np.int64]) -> DraftQuery:
         """Return the query to the draft after an undecided row: the draft's distribution at the root lacks some of the
@@ -397,7 +397,7 @@ class VerifierSession:
         """Record that a step has scored these tokens of the prompt."""
         self.scored = scores.first + len(scores.logprobs)
 
-    def apply(self, result: VerifyResult, computed: int, now: float) -> None:
+    def apply_result(self, result: VerifyResult, computed: int, now: float) -> None:
         """Commit a step's tokens, and update the session's state and statistics. The step computed `computed` committed
         tokens, besides the accepted candidates."""
         self.computed += computed + result.accepted
@@ -414,7 +414,7 @@ class VerifierSession:
                 grammar.commit(result.tokens)
         self._checksum = result.checksum = checksum.extended(self._checksum, result.tokens, result.finish)
 
-    def finish(self, token: int, position: int) -> int:
+    def finish_reason(self, token: int, position: int) -> int:
         """Return the FinishReason if the text ends with this token; 0 if it continues."""
         if token in self.request.end_tokens:
             return STOP

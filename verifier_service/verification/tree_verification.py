@@ -1,10 +1,10 @@
 """Tree verification: from the logits of a step to the tokens committed for every session.
 
 Start at the root, take the target's own choice, move to the child with that token, and stop where there is none. All
-sessions advance together, one level at a time (`verify_trees.py`). Where a session verifies blocks (REJECTION), a chain
-of draws is tested as a whole, down to the next node with several children or the last row of the step. Under TYPICAL,
-the accepted path below a node is found as a whole. `TreeVerification` holds one session's part; `verified_step.py` has
-the outcome of a whole step.
+sessions advance together, one level at a time, so that one vectorised call makes all their choices (`verify_trees`);
+each session's `TreeVerification` applies them. Where a session verifies blocks (REJECTION), a chain of draws is tested
+as a whole, down to the next node with several children or the last row of the step. Under TYPICAL, the accepted path
+below a node is found as a whole. `verified_step.py` has the outcome of a whole step.
 
 This folder and `choice.py`, `rejection.py`, `block_verification.py`, `contrastive.py` and `typical.py` in
 `specdec/decoding`, which choose tokens under each acceptance rule, are the whole of speculative decoding.
@@ -16,11 +16,15 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
+import numpy as np
+
+from specdec.decoding import contrastive
 from specdec.decoding.block_verification import ChainQuery
-from specdec.decoding.choice import Tokens
+from specdec.decoding.choice import Tokens, choose
 from specdec.decoding.proposal import Proposal
-from specdec.decoding.query import SamplingQuery
-from specdec.decoding.sampling import Rule
+from specdec.decoding.query import RequestSampler, SamplingQuery
+from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.token_mask import TokenMask
 from specdec.decoding.tree import Node
 from specdec.decoding.typical import TypicalCandidate, TypicalQuery
@@ -37,6 +41,9 @@ from verifier_service.backend.result import (
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.sessions.step_rows import ScheduledRows, TreeRows
 
+ANY = SamplingQuery(RequestSampler(Sampling(temperature=0.0)), 0)
+"""The query for a row's likeliest token."""
+
 Prompts = Sequence[tuple[VerifierSession, ScheduledRows]]
 """Rows of prompts in a step that do not reach the root, so they choose no token."""
 
@@ -49,15 +56,97 @@ class OverruledPlace(NamedTuple):
     token: int  # the target's
 
 
+class NotFiniteError(FloatingPointError):
+    """The logits of a row are not finite."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's logits are not finite")
+
+
+def verify_trees(verifications: Sequence[TreeVerification], logits: StepLogits) -> None:
+    """Verify the trees of all sessions, each until its verification ends or fails. A chain stops at a node that has
+    several children or a non-finite row; the token after that node is then chosen on its own."""
+    while verifications:
+        verifications = _at_one_level(_past_typical(_past_chains(verifications, logits), logits), logits)
+
+
+def _past_chains(verifications: Sequence[TreeVerification], logits: StepLogits) -> Sequence[TreeVerification]:
+    """Verify the chains below the current nodes; return the verifications that go on."""
+    queries = [verification.chain_query() for verification in verifications]
+    asked = [query for query in queries if query is not None]
+    if not asked:
+        return verifications
+    remaining: list[TreeVerification] = []
+    found = iter(logits.verify_chains(asked))
+    for verification, query in zip(verifications, queries, strict=True):
+        tokens = list[int]()
+        if query is not None:
+            accepted, drawn = next(found)
+            tokens = query.draws[:accepted] + ([] if drawn is None else [drawn])
+        for token in tokens:
+            if not verification.take(token):
+                break
+        else:  # all tokens taken, or no chain
+            remaining.append(verification)
+    return remaining
+
+
+def _past_typical(verifications: Sequence[TreeVerification], logits: StepLogits) -> Sequence[TreeVerification]:
+    """Take the typical candidates below the current nodes (TYPICAL); return the verifications that go on."""
+    queries = [verification.typical_query() for verification in verifications]
+    asked = [query for query in queries if query is not None]
+    if not asked:
+        return verifications
+    found = iter(logits.accept_typical(asked))
+    accepted = [[] if query is None else next(found) for query in queries]
+    return [
+        verification
+        for verification, tokens in zip(verifications, accepted, strict=True)
+        if all(verification.take(token) for token in tokens)
+    ]
+
+
+def _at_one_level(verifications: Sequence[TreeVerification], logits: StepLogits) -> list[TreeVerification]:
+    """Choose a token at the current node of each verification; return the verifications that go on."""
+    queries: list[SamplingQuery] = []
+    asking: list[TreeVerification] = []
+    for verification in verifications:
+        try:
+            queries.append(verification.query())
+        except GrammarError as error:
+            _, (finite,) = logits.choose([verification.row], [ANY])  # if not finite, its memory must be wiped
+            verification.fail(GrammarFailureError(str(error)) if finite else NotFiniteError())
+        else:
+            asking.append(verification)
+    remaining: list[TreeVerification] = []
+    if asking:
+        tokens, sound = logits.choose([verification.row for verification in asking], queries)
+        undecided: list[tuple[TreeVerification, SamplingQuery]] = []
+        for verification, query, token, finite in zip(asking, queries, tokens.tolist(), sound.tolist(), strict=True):
+            if not finite:
+                verification.fail(NotFiniteError())
+            elif token == contrastive.UNDECIDED:
+                undecided.append((verification, query))
+            elif verification.take(token):
+                remaining.append(verification)
+        if undecided:
+            lacking = logits.plausible(
+                [verification.row for verification, _ in undecided], [query for _, query in undecided]
+            )
+            for (verification, _), plausible in zip(undecided, lacking, strict=True):
+                verification.lack(plausible)
+    return remaining
+
+
 class TreeVerification:
-    """The verification of a session's token tree in one step; a `TreeWalker` for `verify_trees`."""
+    """The verification of a session's token tree in one step, at first at the root."""
 
     __slots__ = (
-        "_asked",
         "_blocks",
         "_is_undecided",
         "_node",
         "_path",
+        "_prepared",
         "_typical",
         "error",
         "kv_copies",
@@ -82,21 +171,25 @@ class TreeVerification:
         self.error: Exception | None = None
         self._is_undecided = False  # nothing was chosen below the last token
         self.lacks: Tokens | None = None  # plausible tokens of the row that was undecided, if any (CONTRASTIVE)
-        self.row = planned.root_row
+        self.row = planned.root_row  # of the current node's logits, as an index among the results
         self._node = session.tree.root
         self._path: list[int] = []
-        self._asked: dict[int, SamplingQuery] = {}  # queries made in advance, by row
+        self._prepared: dict[int, SamplingQuery] = {}  # queries made in advance, by row
         self._blocks = session.verifies_blocks
         self._typical = session.request.sampler.rule is Rule.TYPICAL
 
     def query(self) -> SamplingQuery:
-        asked = self._asked.get(self.row)
-        return self._query(self._node, self._path, self.session.allowed(self._path)) if asked is None else asked
+        """Return the sampling query below the current node; GrammarError if the grammar is too complex."""
+        prepared = self._prepared.get(self.row)
+        if prepared is not None:
+            return prepared
+        return self._query_below(self._node, self._path, self.session.allowed(self._path))
 
-    def queries(self) -> Iterator[tuple[int, SamplingQuery]]:
-        """Yield (row index among the results, sampling query) for every row the step may reach: the root's, the
-        candidates', and the window's. Two kinds of rows are left out: those of a chain query that the window does not
-        use, and those without a mask in advance, which verification queries when it reaches them."""
+    def prepare_queries(self) -> Iterator[tuple[int, SamplingQuery]]:
+        """Make queries in advance. Yield (row index among the results, sampling query) for every row the step may
+        reach: the root's, the candidates', and the window's. Two kinds of rows are left out: those of a chain query
+        that the window does not use, and those without a mask in advance, which verification queries when it reaches
+        them."""
         tree = self.planned.tree
         nodes, paths = {self.row: self._node}, {id(self._node): self._path}
         if tree is not None:
@@ -112,11 +205,11 @@ class TreeVerification:
                 allowed = self.session.allowed(path)
             except GrammarError:
                 continue
-            self._asked[row] = query = self._query(node, path, allowed)
+            self._prepared[row] = query = self._query_below(node, path, allowed)
             yield row, query
         yield from ((row, query) for row, query in self.lookahead_queries() if row not in nodes or row in in_chain)
 
-    def chain(self) -> ChainQuery | None:
+    def chain_query(self) -> ChainQuery | None:
         """Return the query about the chain of draws below the current node. It ends before the first candidate without
         a row, and at a node with several children. None if there is no chain, or draws are tested one by one."""
         if not self._blocks:
@@ -125,7 +218,7 @@ class TreeVerification:
         rows, queries = list[int](), list[SamplingQuery]()
         try:
             while len(node.children) <= 1:
-                queries.append(self._query(node, path, self.session.allowed(path)))
+                queries.append(self._query_below(node, path, self.session.allowed(path)))
                 rows.append(row)
                 child = next(iter(node.children.values()), None)
                 if child is None or tree is None or id(child) not in tree.results:
@@ -137,7 +230,7 @@ class TreeVerification:
             return None
         return ChainQuery(rows, queries)
 
-    def typical(self) -> TypicalQuery | None:
+    def typical_query(self) -> TypicalQuery | None:
         """Return the query about the step's candidates below the current node; None if there are none, or the rule is
         not TYPICAL."""
         tree = self.planned.tree
@@ -149,9 +242,9 @@ class TreeVerification:
             below = [child for child in node.children.values() if id(child) in tree.results]
             if not below:
                 continue
-            query = self._asked.get(row)
+            query = self._prepared.get(row)
             try:
-                query = query or self._query(node, path, self.session.allowed(path))
+                query = query or self._query_below(node, path, self.session.allowed(path))
             except GrammarError:
                 continue  # raised again if verification gets there
             number = len(rows)
@@ -177,6 +270,7 @@ class TreeVerification:
             yield from zip(tree.lookahead_results, queries, strict=True)
 
     def take(self, token: int) -> bool:
+        """Commit the chosen token and move to its child; return False if verification ends here."""
         position = self._node.position + 1
         tree = self.planned.tree
         child = None if tree is None else self._tested(tree, token)
@@ -186,7 +280,7 @@ class TreeVerification:
         result = self.result
         result.tokens.append(token)
         result.sources.append(self._source(child))
-        result.finish = self.session.finish(token, position)
+        result.finish = self.session.finish_reason(token, position)
         if tree is None or child is None:
             return False
         result.accepted += 1
@@ -198,12 +292,15 @@ class TreeVerification:
         return not result.finish
 
     def fail(self, error: Exception) -> None:
+        """End verification with an error: non-finite logits, or a grammar too complex to give a mask."""
         if self.result.tokens and isinstance(error, GrammarFailureError):
             self._stop_above()
         else:
             self.error = error
 
     def lack(self, tokens: Tokens) -> None:
+        """End verification at an undecided row: the draft's distribution lacks some of the plausible `tokens`
+        (CONTRASTIVE)."""
         self.lacks = tokens
         if self.result.tokens:
             self._stop_above()
@@ -215,15 +312,15 @@ class TreeVerification:
         self.result.accepted -= 1
         self.result.sources[-1] = BONUS
 
-    def apply(self, now: float) -> VerifyResult:
-        """Apply the result to the session and return it."""
+    def commit_result(self, now: float) -> VerifyResult:
+        """Complete the result, apply it to the session and return it."""
         if self.session.request.rejected_candidates and self.planned.tree is not None:
             self.result.rejected = list(self._rejected(self.planned.tree))
         if self.planned.undrafted:
             self.result.undrafted = len(self.result.tokens)
         if self.planned.decision is not None:
             self.result.decisions.append(self.planned.decision)
-        self.session.apply(self.result, self.planned.count, now)
+        self.session.apply_result(self.result, self.planned.count, now)
         return self.result
 
     def _rejected(self, tree: TreeRows) -> Iterator[RejectedCandidate]:
@@ -249,7 +346,7 @@ class TreeVerification:
         child = self._node.children.get(token)
         return child if child is not None and id(child) in tree.results else None
 
-    def _query(self, node: Node, path: list[int], allowed: TokenMask | None) -> SamplingQuery:
+    def _query_below(self, node: Node, path: list[int], allowed: TokenMask | None) -> SamplingQuery:
         """Return the sampling query below a node. Sampled children are tested even if they are not in this step: if
         one is accepted, the candidates below it stay alive."""
         proposal = None if node.distribution is None else Proposal(tuple(node.children), node.distribution)
@@ -278,3 +375,12 @@ def _on_chain(node: Node) -> bool:
     child."""
     above = node.parent
     return len(node.children) == 1 or (not node.children and above is not None and len(above.children) == 1)
+
+
+def warm_up(vocabulary: int) -> None:
+    """Draw a token, so that no request waits for code to be compiled, or loaded from the cache folder, on first use."""
+    from specdec.decoding import gumbel_pruning  # Numba takes a second to import, wasted on a refused start
+    from specdec.engine.cpu.code_cache import kept
+
+    kept("collect", gumbel_pruning.__file__, gumbel_pruning.collect)
+    choose(np.zeros((1, vocabulary), dtype=np.float32), [SamplingQuery(RequestSampler(Sampling(temperature=1.0)), 0)])

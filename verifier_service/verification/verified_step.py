@@ -17,9 +17,9 @@ from specdec.engine.engine import Pass
 from specdec.serving.target_logprobs import TargetLogprobs
 from verifier_service.backend.result import PromptScores, VerifyResult
 from verifier_service.sessions.running_session import RunningSession
+from verifier_service.sessions.session import VerifierSession
 from verifier_service.sessions.step_rows import ScheduledRows
-from verifier_service.verification.tree_verification import Prompts, TreeVerification
-from verifier_service.verification.verify_trees import NotFiniteError, verify_trees
+from verifier_service.verification.tree_verification import NotFiniteError, Prompts, TreeVerification, verify_trees
 
 PLACES_A_STEP = 8
 """Maximum positions per step with log-probabilities for drafts that learn: each takes a pass over the vocabulary."""
@@ -32,53 +32,75 @@ def evenly(items: Sequence[Item], most: int) -> Sequence[Item]:
     return items[:: -(-len(items) // most)] if len(items) > most else items
 
 
+def verify_step(
+    entries: Sequence[tuple[RunningSession, ScheduledRows]],
+    computing: Pass,
+    pass_begun: float,
+    while_computing: Callable[[], None] = lambda: None,
+    observe: Callable[[Sequence[TreeVerification], Prompts, StepLogits], None] = lambda *_: None,
+) -> VerifiedStep:
+    """Wait for the forward pass of a step, begun at the time `pass_begun`, and verify the trees of all sessions.
+    Nothing is committed, and errors propagate. `while_computing` is called while an asynchronous engine computes.
+    `observe` is called with the verifications, the prompt rows that stop short of a root, and the logits, which are
+    dropped afterwards. The verifications include failed ones, but not undecided ones without a token."""
+    pairs = [(e, TreeVerification(e.session, rows)) for e, rows in entries if rows.root_row is not None]
+    verifications = [verification for _, verification in pairs]
+
+    def queries() -> Mapping[int, SamplingQuery]:
+        prepared = dict(chain.from_iterable([v.prepare_queries() for v in verifications]))
+        while_computing()
+        return prepared
+
+    sessions = [entry.session for entry, _ in entries]
+    before = [session.grammar_seconds for session in sessions]
+    logits = computing.logits(queries)
+    forward_seconds = time.monotonic() - pass_begun
+    in_grammars = [(s, s.grammar_seconds - earlier) for s, earlier in zip(sessions, before, strict=True)]
+    verify_trees(verifications, logits)
+    verified = VerifiedStep(entries, pairs, _prompt_scores(entries, logits), forward_seconds, in_grammars)
+    verified.add_logprobs(logits)
+    observe([v for v in verifications if v.lacks is None or v.result.tokens], verified.prompts, logits)
+    return verified
+
+
 class VerifiedStep:
-    """The verified trees of a step. The constructor waits for the forward pass, launched at time `launched`, and
-    verifies; it commits nothing, and errors propagate. `apply` commits the tokens and makes the `draft_queries` of
-    sessions whose row was undecided (CONTRASTIVE). `beside` is called while an asynchronous engine computes. `observe`
-    is called with the verifications, the prompt rows that stop short of a root, and the logits, which are dropped
-    afterwards. The verifications include failed ones, but not undecided ones without a token."""
+    """The verified trees of a step. `commit` commits the tokens and makes the `draft_queries` of sessions whose row was
+    undecided (CONTRASTIVE)."""
 
     def __init__(
         self,
         entries: Sequence[tuple[RunningSession, ScheduledRows]],
-        computing: Pass,
-        launched: float,
-        beside: Callable[[], None] = lambda: None,
-        observe: Callable[[Sequence[TreeVerification], Prompts, StepLogits], None] = lambda *_: None,
+        pairs: Sequence[tuple[RunningSession, TreeVerification]],
+        scores: Sequence[tuple[RunningSession, PromptScores]],
+        forward_seconds: float,
+        in_grammars: Sequence[tuple[VerifierSession, float]],
     ) -> None:
-        pairs = [(e, TreeVerification(e.session, rows)) for e, rows in entries if rows.root_row is not None]
-        verifications = [verification for _, verification in pairs]
-
-        def asked() -> Mapping[int, SamplingQuery]:
-            queries = dict(chain.from_iterable([v.queries() for v in verifications]))
-            beside()
-            return queries
-
-        sessions = [entry.session for entry, _ in entries]
-        before = [session.grammar_seconds for session in sessions]
-        logits = computing.logits(asked)
-        self.forward_seconds = time.monotonic() - launched
-        self._grammars = [(s, s.grammar_seconds - earlier) for s, earlier in zip(sessions, before, strict=True)]
-        verify_trees(verifications, logits)
-        scores = _prompt_scores(entries, logits)
+        """`pairs`: the verifications of the step; `in_grammars`: seconds in each session's grammar during the pass."""
+        self.forward_seconds = forward_seconds
+        self._in_grammars = in_grammars
         failed = {entry: verification.error for entry, verification in pairs if verification.error is not None}
         failed |= {e: NotFiniteError() for e, scored in scores if any(math.isnan(p.chosen) for p in scored.logprobs)}
         self.failed = list(failed.items())
         self.scores = [(entry, scored) for entry, scored in scores if entry not in failed]
-        self._prefilled = [(e, rows.count) for e, rows in entries if rows.root_row is None and e not in failed]
+        self._prefilled = [(e, rows) for e, rows in entries if rows.root_row is None and e not in failed]
         sound = [(entry, verification) for entry, verification in pairs if entry not in failed]
         self._undecided = [(entry, verification) for entry, verification in sound if verification.lacks is not None]
         self.draft_queries: list[tuple[RunningSession, DraftQuery]] = []
         self._sound = [(entry, verification) for entry, verification in sound if verification.result.tokens]
         # Slots (from, to) to copy: accepted candidates of side branches.
         self.kv_copies = [copy for _, verification in self._sound for copy in verification.kv_copies]
-        self._add_logprobs(logits)
-        self._add_overruled(logits)
-        prompts = [(e.session, rows) for e, rows in entries if rows.root_row is None and e not in failed]
-        observe([v for v in verifications if v.lacks is None or v.result.tokens], prompts, logits)
 
-    def _add_logprobs(self, logits: StepLogits) -> None:
+    @property
+    def prompts(self) -> Prompts:
+        """The rows of prompts that stop short of a root; `failed` sessions have none."""
+        return [(entry.session, rows) for entry, rows in self._prefilled]
+
+    def add_logprobs(self, logits: StepLogits) -> None:
+        """Add log-probabilities to the results that need some."""
+        self._add_requested(logits)
+        self._add_overruled(logits)
+
+    def _add_requested(self, logits: StepLogits) -> None:
         """Add the log-probabilities of committed tokens to the results of the requests that ask for them."""
         asking = [
             verification for _, verification in self._sound if verification.session.request.top_logprobs is not None
@@ -105,11 +127,11 @@ class VerifiedStep:
         for (verification, place), logprobs in zip(asking, found, strict=True):
             verification.result.overruled.append(TargetLogprobs.of(place.position, logprobs))
 
-    def hide_grammars(self, seconds: float) -> None:
+    def hide_grammar_seconds(self, seconds: float) -> None:
         """Subtract from the grammars' time what passed while an asynchronous engine computed: at most `seconds`, the
         time of its pass."""
-        if beside := sum(taken for _, taken in self._grammars):
-            for session, taken in self._grammars:
+        if beside := sum(taken for _, taken in self._in_grammars):
+            for session, taken in self._in_grammars:
                 session.grammar_seconds -= taken * min(1.0, seconds / beside)
 
     @property
@@ -117,13 +139,13 @@ class VerifiedStep:
         """The tokens to commit; `failed` sessions have none."""
         return [(entry, verification.result) for entry, verification in self._sound]
 
-    def apply(self, now: float) -> list[tuple[RunningSession, VerifyResult]]:
+    def commit(self, now: float) -> list[tuple[RunningSession, VerifyResult]]:
         """Commit the chosen tokens and return the results; `failed` sessions get nothing."""
-        for entry, count in self._prefilled:
-            entry.session.computed += count
+        for entry, rows in self._prefilled:
+            entry.session.computed += rows.count
         for entry, scores in self.scores:
             entry.session.apply_scores(scores)
-        results = [(entry, verification.apply(now)) for entry, verification in self._sound]
+        results = [(entry, verification.commit_result(now)) for entry, verification in self._sound]
         for entry, verification in self._undecided:
             if not verification.result.tokens:
                 entry.session.computed += verification.planned.count - 1  # the root's row is computed again

@@ -51,7 +51,7 @@ def test_a_step_loop_works_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
         (planner, "select_candidates"),
         (step_candidates, "select_candidates"),
         (verified_step, "verify_trees"),
-        (VerifiedStep, "apply"),
+        (VerifiedStep, "commit"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # restored at the end
     engine = DeviceTextEngine(8)

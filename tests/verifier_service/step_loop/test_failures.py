@@ -230,7 +230,7 @@ class TestFailures:
         assert not engine.broken.any()
         again = client(loop, 100, 2, 5)
         run(loop, again)
-        assert again.mail.times[0].cached == 0
+        assert again.mail.details[0].cached == 0
         check_over(loop, engine, *good, again)
 
     @pytest.mark.parametrize("offered", [0, 3])
@@ -253,7 +253,7 @@ class TestFailures:
             assert result.rejected == []  # nothing was chosen in their place
         again = client(loop, 100, 1, 5)
         run(loop, again)
-        assert again.mail.times[0].cached == BLOCK
+        assert again.mail.details[0].cached == BLOCK
 
     def test_a_row_of_which_a_grammar_says_nothing_at_first_is_chosen_by_it_when_it_does(self) -> None:
         """On a GPU, this row's token is not chosen in advance."""
@@ -278,7 +278,7 @@ class TestFailures:
         assert isinstance(doomed.mail.error, GrammarFailureError)
         again = client(loop, 100, 1, 5)
         run(loop, again)
-        assert again.mail.times[0].cached == BLOCK
+        assert again.mail.details[0].cached == BLOCK
         check_over(loop, engine, again)
 
     def test_tokens_committed_before_a_failed_step_are_sent_at_once(self) -> None:
@@ -333,7 +333,7 @@ class TestFailures:
         assert loop.works
         again = client(loop, 130, 2, 5)
         run(loop, again)
-        assert again.mail.times[0].cached == 0
+        assert again.mail.details[0].cached == 0
         check_over(loop, engine, again)
 
     def test_a_device_lost_after_a_shortage_is_given_time_to_come_back(self) -> None:
@@ -382,7 +382,7 @@ class TestFailures:
         run(loop, good)
         again = client(loop, 100, 2, 20)
         run(loop, again)
-        assert again.mail.times[0].cached == 0  # and no prefix of the text is found
+        assert again.mail.details[0].cached == 0  # and no prefix of the text is found
         check_over(loop, engine, good, again)
 
     def test_a_prompt_of_no_numbers(self) -> None:
@@ -399,7 +399,7 @@ class TestFailures:
         assert isinstance(doomed.mail.error, FloatingPointError)
         assert doomed.tokens == []
         assert not engine.broken[: 20 * BLOCK].any()
-        assert beside.mail.times[0].cached == 0
+        assert beside.mail.details[0].cached == 0
         check_over(loop, engine, good, beside)
 
     def test_a_session_that_gets_no_memory_leaves_its_prefix(self) -> None:
@@ -414,7 +414,7 @@ class TestFailures:
         assert isinstance(ended.mail.error, ShortOfMemoryError)
         other = Client(loop, [*prompt, 6], 5, sampling=NO_BAD)
         run(loop, first, other)
-        assert other.mail.times[0].cached >= 2 * BLOCK
+        assert other.mail.details[0].cached >= 2 * BLOCK
 
     def test_sharers_of_a_wiped_beginning_go_on(self) -> None:
         """Sharing sessions keep the wiped prefix while they hold it; no other session finds it."""
@@ -428,7 +428,7 @@ class TestFailures:
         assert isinstance(doomed.mail.error, FloatingPointError)
         other = Client(loop, [*prompt, 5], 5, sampling=NO_BAD)
         run(loop, first, other)
-        assert other.mail.times[0].cached == 0
+        assert other.mail.details[0].cached == 0
         assert not engine.broken[: 20 * BLOCK].any()
         check_over(loop, engine, first, other)
 

@@ -216,7 +216,7 @@ def test_it_is_the_step_that_would_be_planned(packer: type[Packer], rows: Invari
     foreseen = ForeseenStep(cast("RunQueue", Memory()))
     foreseen.prepare(packer(rows), [(entry, ScheduledRows(1, root_row=row)) for row, entry in enumerate(entries)])
     for token, entry in enumerate(entries, 2):
-        entry.session.apply(VerifyResult(entry.session.tree.base, 0, [token], [PLAIN]), 1, 0.0)
+        entry.session.apply_result(VerifyResult(entry.session.tree.base, 0, [token], [PLAIN]), 1, 0.0)
     got = foreseen.take([entries[1], entries[2], entries[0]])  # in any order
     assert got is not None
     batch, scheduled = got

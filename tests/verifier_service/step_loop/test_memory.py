@@ -93,8 +93,8 @@ class TestSharing:
         found = 3 * BLOCK
         assert engine.steps[before] == (200 - found) + 200 + (not over)
         run(loop, first, same, other)
-        assert [each.mail.times[0].cached for each in (first, same, other)] == [0, found, 0]
-        assert {times.cached for times in same.mail.times[1:]} == {0}
+        assert [each.mail.details[0].cached for each in (first, same, other)] == [0, found, 0]
+        assert {details.cached for details in same.mail.details[1:]} == {0}
         assert (loop.stats.prompt_tokens, loop.stats.cached_tokens) == (600, found)
         check_over(loop, engine, first, same, other)
 
@@ -107,7 +107,7 @@ class TestSharing:
         assert text(200, 1)[170] != 3
         second = Client(loop, prompt, 30, sampling=NO_BAD)
         run(loop, second)
-        assert second.mail.times[0].cached == 170
+        assert second.mail.details[0].cached == 170
         assert engine.steps[1] == 3
         check_over(loop, engine, first, second)
 
@@ -118,7 +118,7 @@ class TestSharing:
         run(loop, first)
         second = Client(loop, text(60, 1) + first.tokens, 10, sampling=NO_BAD)
         run(loop, second)
-        assert second.mail.times[0].cached == BLOCK
+        assert second.mail.details[0].cached == BLOCK
         check_over(loop, engine, first, second)
 
     def test_tenants_share_nothing(self) -> None:
@@ -129,11 +129,11 @@ class TestSharing:
             one = client(loop, 200, 1, 5, tenant=tenant)
             run(loop, one)
             assert engine.steps[before] == 200
-            assert one.mail.times[0].cached == 0
+            assert one.mail.details[0].cached == 0
             check_over(loop, engine, one)
         again = client(loop, 200, 1, 5, tenant="b")
         run(loop, again)
-        assert again.mail.times[0].cached == 3 * BLOCK
+        assert again.mail.details[0].cached == 3 * BLOCK
 
     def test_what_is_shared_is_never_written(self) -> None:
         """Five sessions share a prefix, each with its own candidates; the first is decoding when the others join."""
@@ -184,7 +184,7 @@ class TestMemory:
         assert [each.has_memory for each in clients] == [True, False, False]
         run(loop, *clients)
         assert [each.running.preemptions for each in clients] == [0, 1, 1]
-        assert [each.mail.times[-1].preemptions for each in clients] == [0, 1, 1]
+        assert [each.mail.details[-1].preemptions for each in clients] == [0, 1, 1]
         assert loop.stats.preemptions == 2
         assert len(old.mail.results) == len(middle.mail.results) == len(young.mail.results) == 20
         check_over(loop, engine, *clients)
@@ -263,6 +263,6 @@ class TestMemory:
         assert old.running.preemptions == 0
         assert young.running.preemptions == 1
         assert sum(engine.steps) < 120 + 30 + 125 + 10 + 125 - BLOCK // 2
-        assert {times.cached for times in young.mail.times} == {0}  # nothing was cached on first admission
+        assert {details.cached for details in young.mail.details} == {0}  # nothing was cached on first admission
         assert loop.stats.cached_tokens == 0
         check_over(loop, engine, old, young)

@@ -13,7 +13,7 @@ from tests.verifier_service.fakes import BAD, LANGUAGE, Client, PagedTextEngine,
 from tests.verifier_service.step_loop.helpers import NO_BAD, client, expect_no_growth, text, turns
 from verifier_service.backend.result import MAX_SCORES_A_MESSAGE
 from verifier_service.plain_loop import PlainLoop
-from verifier_service.verification.verify_trees import NotFiniteError
+from verifier_service.verification.tree_verification import NotFiniteError
 
 
 def check_scores(scored: Client, first: int = 1) -> None:

@@ -57,7 +57,7 @@ class Contrasted:
         self.want = list(prompt)
         for _ in range(TOKENS):
             self.want.append(self.choice(self.want))
-        loop.attach(RunningSession(self.session, self.mail))
+        loop.enqueue(RunningSession(self.session, self.mail))
 
     def choice(self, known: list[int]) -> int:
         z = LANGUAGE.logits(LANGUAGE.number_of(known))

@@ -139,7 +139,7 @@ class TestTokens:
             assert loop.turn() == 0.0  # no step delay: existing candidates suffice
         offered = sum(result.offered for result in one.mail.results)
         assert offered == (4 if always else 0)
-        assert {times.outlook.drafting_wanted for times in one.mail.times[1:]} == {always}
+        assert {details.outlook.drafting_wanted for details in one.mail.details[1:]} == {always}
 
     def test_a_draft_hears_at_once_that_it_may_pause(self) -> None:
         """Without a message, the draft would work for nothing, on a core that the step needs."""
@@ -148,11 +148,11 @@ class TestTokens:
         one = client(loop, 10, 1, 12)
         one.session.policy = Policy(REMOTE, 8, 0.0)
         turns(loop, 2)
-        heard = len(one.mail.times)
+        heard = len(one.mail.details)
         controller.decided = Mode.OFF
         turns(loop, 1)
-        (times,) = one.mail.times[heard:]
-        assert not times.outlook.drafting_wanted
+        (details,) = one.mail.details[heard:]
+        assert not details.outlook.drafting_wanted
 
     def test_drafts_that_share_the_cores_wait_until_prompts_are_read(self) -> None:
         """Drafts keep drafting while more texts decode than prompts are prefilled."""
@@ -163,19 +163,19 @@ class TestTokens:
         while first.session.remaining_prompt:
             turns(loop, 1)
             assert engine.used == 2
-        assert first.mail.times[0].outlook.drafting_wanted
+        assert first.mail.details[0].outlook.drafting_wanted
         turns(loop, 1)
         assert engine.used == 1
         clients = [client(loop, 40, seed, 50) for seed in (2, 3)]
         turns(loop, 1)
-        assert not first.mail.times[-1].outlook.drafting_wanted  # test_cpu_threads.py: how long it keeps its core
+        assert not first.mail.details[-1].outlook.drafting_wanted  # test_cpu_threads.py: how long it keeps its core
         while any(each.session.remaining_prompt for each in clients):
             turns(loop, 1)
         turns(loop, 1)
-        assert first.mail.times[-1].outlook.drafting_wanted
+        assert first.mail.details[-1].outlook.drafting_wanted
         client(loop, 40, 4, 50)
         turns(loop, 1)
-        assert first.mail.times[-1].outlook.drafting_wanted
+        assert first.mail.details[-1].outlook.drafting_wanted
 
     @pytest.mark.parametrize("mode", list(Mode))
     def test_a_session_that_comes_is_told_whether_others_like_it_are_drafted(self, mode: Mode) -> None:
@@ -190,8 +190,8 @@ class TestTokens:
         loop = step_loop(TextEngine(8), FixedLatency(2.0, of_any=-1.0), controller=Decided(Mode.REMOTE_DRAFT))
         one = client(loop, 10, 1, 300, policy=Policy(REMOTE, 8, 0.0, forced=forced))
         run(loop, one)
-        assert one.mail.times[-1].outlook.break_even == pytest.approx(1.0)
-        assert one.mail.times[-1].outlook.drafting_wanted is forced
+        assert one.mail.details[-1].outlook.break_even == pytest.approx(1.0)
+        assert one.mail.details[-1].outlook.drafting_wanted is forced
 
     def test_candidates_come_at_any_time(self) -> None:
         """Before admission, during prefill, and late: they are kept while they can still be accepted."""
