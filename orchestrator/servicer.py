@@ -25,8 +25,7 @@ from orchestrator.pods.readiness import VERIFIER
 from orchestrator.requests.parsing import MAX_SAMPLES, parse
 from orchestrator.requests.sample import Request
 from orchestrator.requests.tokenization import tokenize
-from orchestrator.tenants.account import Account
-from orchestrator.tenants.accounts import Accounts
+from orchestrator.tenants.accounts import Account, Accounts
 from orchestrator.text.answer import CompleteAnswer
 from orchestrator.text.coalesce import Responses, coalesced
 from orchestrator.text.request_timeline import SampleTimeline, operation, record_parsed
