@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from orchestrator.generation.peer_stream import PeerStream
 from orchestrator.generation.sample_context import SampleContext
 from orchestrator.generation.speculation_policy import DraftControl, SpeculationState
-from orchestrator.pods.errors import LostError
-from orchestrator.pods.fitness import check_fit
+from orchestrator.pods.errors import LostError, check_fit
 from orchestrator.pods.pods import Pod
 from specdec.decoding import contrastive
 from specdec.decoding.proposal import DistributionSizes

@@ -6,8 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from orchestrator.generation.peer_stream import PeerStream
 from orchestrator.generation.sample_context import SampleContext
-from orchestrator.pods.errors import LostError, UnfitError
-from orchestrator.pods.fitness import check_verifier
+from orchestrator.pods.errors import LostError, UnfitError, check_verifier
 from orchestrator.pods.pods import Pod
 from specdec.decoding.sampling import Rule
 from specdec.serving import checksum
