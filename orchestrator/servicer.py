@@ -26,9 +26,8 @@ from orchestrator.requests.parsing import MAX_SAMPLES, parse
 from orchestrator.requests.sample import Request
 from orchestrator.requests.tokenization import tokenize
 from orchestrator.tenants.accounts import Account, Accounts
-from orchestrator.text.answer import CompleteAnswer
-from orchestrator.text.coalesce import Responses, coalesced
 from orchestrator.text.request_timeline import SampleTimeline, operation, record_parsed
+from orchestrator.text.responses import CompleteAnswer, Responses, coalesced
 from orchestrator.trace import OrchestratorTraceServicer
 from orchestrator.views import add_pod, revision_view
 from orchestrator.workers import Siblings
