@@ -274,7 +274,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         remaining = context.time_remaining()
         deadline = None if remaining is None else time.monotonic() + remaining
         several = len(request.samples) > 1
-        recorded = [SampleTimeline(timeline, sample if several else None) for sample in request.samples]
+        counts = revision.stats.failover_events
+        recorded = [SampleTimeline(timeline, sample if several else None, counts) for sample in request.samples]
         prefixes = PrefixAnswers()
         runs = [
             coalesced(Generation(sample, revision, peers, deadline, sample_timeline, prefixes).run())

@@ -331,7 +331,7 @@ class DraftSession:
             self._await_first(wanted=commit.drafting_wanted and not self._control.paused)
             return False
         if self._control.paused is not paused:
-            self._context.events.record("draft_resumed" if paused else "draft_paused", self._stream.pod)
+            self._context.timeline.failover_event("draft_resumed" if paused else "draft_paused", self._stream.pod)
         return self._evaluate(commit)
 
     def on_finish(self) -> None:

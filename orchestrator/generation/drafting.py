@@ -258,7 +258,7 @@ class Drafting:
             session.check(extend)
             if self._undrafted:
                 self._undrafted = False
-                self._context.events.record("draft_back", stream.pod)
+                self._context.timeline.failover_event("draft_back", stream.pod)
             await self._sink.extend(extend)
 
     def _note_end(self, stream: DraftStream, error: Exception) -> None:
@@ -308,7 +308,7 @@ class Drafting:
             self._last_failure = "no_draft", f"{pod}: {error}"
         else:
             self._last_failure = reason, f"{pod}: {error}"
-            self._context.events.record(reason, pod, str(error))
+            self._context.timeline.failover_event(reason, pod, str(error))
 
     def _give_up(self) -> None:
         """End the request: it needs a draft."""

@@ -17,7 +17,7 @@ from orchestrator.models.revision import Revision
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.prefix_routing import PrefixAnswers
 from orchestrator.requests.sample import CommittedText, Sample, resolved
-from orchestrator.text.request_timeline import FailoverEvents, SampleTimeline
+from orchestrator.text.request_timeline import SampleTimeline
 from orchestrator.text.transcript import SampleTranscript
 from specdec.decoding.sampling import Rule
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
@@ -38,7 +38,6 @@ class Generation:
         """Prepare to run a sample of a request, with the revision and the peers chosen when the request arrived. All
         samples of a request share its `prefixes`."""
         stats = revision.stats
-        granted, events = GrantedLimits(sample.speculation), FailoverEvents(timeline, stats.failover_events)
         self._asked_as = revision.asked_as
         self._readiness = revision.readiness
         self._resuming = revision.resuming
@@ -50,8 +49,7 @@ class Generation:
             peers,
             deadline,
             text,
-            events,
-            granted,
+            GrantedLimits(sample.speculation),
             timeline,
             grammar_watch=None if revision.grammars is None else revision.grammars.watch(sample, text, peers),
             fallback_seconds=stats.fallback_seconds,
@@ -137,4 +135,4 @@ class Generation:
         # At most the tokens sent: some undrafted ones may lie beyond a stop string.
         speculation.undrafted_tokens = min(self._drafting.undrafted_tokens, sum(speculation.sources.values()))
         speculation.granted.CopyFrom(self._context.granted.message())
-        speculation.failover_events.update(self._context.events.counts)
+        speculation.failover_events.update(self._context.timeline.failover_events)

@@ -312,7 +312,7 @@ class Verification:
         before, self._numerics = self._numerics, self.identity.numerics_fingerprint
         if before and self._numerics != before:
             self.numerics_changed = True
-            self._context.events.record("numerics_changed", pod, f"{before}, then {self._numerics}")
+            self._context.timeline.failover_event("numerics_changed", pod, f"{before}, then {self._numerics}")
         self._choice.progressed()
         if self._stream is not None and self._stream.is_current:
             pod.breaker.succeeded()
@@ -350,7 +350,7 @@ class Verification:
                 self._context.peers.verifiers.died(pod)
             pod.breaker.failed(conclusive=lost.conclusive)
         if stream.opened:
-            self._context.events.record("verifier_lost", pod, why)
+            self._context.timeline.failover_event("verifier_lost", pod, why)
         elif self._not_opened.get(pod) != why:  # the pod is retried while there is no other: log each reason once
             self._not_opened[pod] = why
             log.info("verifier_not_opened", pod=str(pod), why=why)
@@ -369,7 +369,7 @@ class Verification:
             return
         self._choice.exclude(pod, error)
         if not refused:
-            self._context.events.record("verifier_lost", pod, str(error))
+            self._context.timeline.failover_event("verifier_lost", pod, str(error))
 
     def _as_of_request(self, error: InvalidRequestError) -> InvalidRequestError:
         """Return a verifier's error with the request's fields in place of those of the session's opening."""

@@ -199,7 +199,8 @@ def test_pauses_are_events_once_it_is_at_work() -> None:
         session = DraftSession(cast("DraftStream", Stream(at_work)), given, STATE)
         for wanted in (True, False, False, True):
             session.on_commit(commit(drafting_wanted=wanted, accepted=1))
-        assert given.events.counts["draft_paused"] == given.events.counts["draft_resumed"] == counted
+        counts = given.timeline.failover_events
+        assert counts["draft_paused"] == counts["draft_resumed"] == counted
 
 
 def test_another_verifier_gets_all_candidates_and_takes_as_many_as_it_grants() -> None:
