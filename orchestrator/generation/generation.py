@@ -98,7 +98,7 @@ class Generation:
                     if response is None:
                         continue
                     if first:
-                        response.model_fingerprint = self._verification.revision
+                        response.model_fingerprint = self._verification.model_fingerprint
                         self._readiness.served(response.model_fingerprint)
                         response.resolved.CopyFrom(resolved(self._context.sample, self._asked_as))
                         first = False

@@ -187,7 +187,7 @@ class Verification:
         self._refused = False  # a verifier has called the request invalid
         self._preemptions: list[int] = []  # number of preemptions in each session at a verifier
         self.identity = model_pb2.ModelIdentity()  # of the last verifier
-        self.revision = context.sample.revision  # model fingerprint: the request's, then the last verifier's
+        self.model_fingerprint = context.sample.model_fingerprint  # the request's, then the last verifier's
         self._numerics = ""  # fingerprint, of the text so far; empty before its first token
         self.numerics_changed = False
 
@@ -271,7 +271,7 @@ class Verification:
     @property
     def _pinned(self) -> str:
         """Fingerprint of the model that must continue the text. Before the text is begun: the request's, or empty."""
-        return self.revision if self._context.text.begun else self._context.sample.revision
+        return self.model_fingerprint if self._context.text.begun else self._context.sample.model_fingerprint
 
     @property
     def _attempt(self) -> int:
@@ -284,12 +284,12 @@ class Verification:
             pod.breaker.attempt()
             self._asked = pod, time.monotonic()
             try:
-                opened = await stream.open(self._policy, attempt=self._attempt, revision=self._pinned)
+                opened = await stream.open(self._policy, attempt=self._attempt, model_fingerprint=self._pinned)
             except (OverloadedError, InvalidRequestError, UnfitError):
                 pod.breaker.answered()
                 raise
         self.identity = opened.identity
-        self.revision = self.identity.model_fingerprint
+        self.model_fingerprint = self.identity.model_fingerprint
         self._preemptions.append(0)
         self._not_opened.pop(pod, None)
         self._context.timeline.event("verifier_opened", pod=str(pod))

@@ -76,7 +76,7 @@ async def test_every_opening_has_the_sampling_of_its_sample(tmp_path: Path) -> N
             given = replace(context(), sample=each, text=CommittedText(each), model=model)
             async with VerifierStream(pod, given, lambda: 1.0) as stream:
                 with pytest.raises(LostError):
-                    await stream.open(verifier_pb2.VerifyPolicy(), attempt=1, revision="")
+                    await stream.open(verifier_pb2.VerifyPolicy(), attempt=1, model_fingerprint="")
             async with DraftSession(draft_pod, given, SpeculationState.initial(given)) as session:
                 with pytest.raises(LostError):
                     await session.open()
