@@ -77,7 +77,7 @@ class Generation:
                     match message:
                         case verifier_pb2.VerifyOpened():
                             self._drafting.on_opened(message)
-                        case model_pb2.Heartbeat():
+                        case model_pb2.Heartbeat():  # `VerifierStream` yields only those with `awaits_draft`
                             self._drafting.on_awaited()
                         case model_pb2.DraftQuery():
                             self._drafting.on_query(message)

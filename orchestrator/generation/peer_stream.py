@@ -55,7 +55,8 @@ STREAM_IS_OVER = (asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.AioRp
 
 
 class PeerStream:
-    """The stream of a session at a pod. Used as a context manager: leaving it ends the session."""
+    """The stream of a session at a pod. Used as a context manager: leaving it ends the session. All streams at a pod
+    share one connection: its channel is a `MuxChannel`."""
 
     peer = "peer"
 
