@@ -15,9 +15,10 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
+from orchestrator.generation.draft_control import DraftControl
 from orchestrator.generation.peer_stream import PeerStream
 from orchestrator.generation.sample_context import SampleContext
-from orchestrator.generation.speculation_policy import DraftControl, SpeculationState
+from orchestrator.generation.speculation_policy import SpeculationState
 from orchestrator.pods.errors import LostError, check_fit
 from orchestrator.pods.pods import Pod
 from specdec.decoding import contrastive
@@ -125,8 +126,8 @@ class DraftSession(PeerStream):
     def __init__(self, pod: Pod, context: SampleContext, state: SpeculationState) -> None:
         """Prepare a session; `state` decides its first policy."""
         super().__init__(pod, context)
-        self._policy = state.draft_policy(context.sample)
-        self._control = DraftControl(self._policy, context.sample.speculation, needed=context.sample.needs_draft)
+        sample = context.sample
+        self._control = DraftControl(state.draft_policy(sample), sample.speculation, needed=sample.needs_draft)
         self._flow = CandidateFlow(state.max_nodes)
         self.at_work = False  # True once the draft has sent candidates
         self.overruled_logprobs = 0  # number of the target's likeliest tokens that the draft learns from; 0: none
@@ -170,7 +171,7 @@ class DraftSession(PeerStream):
             end_tokens=sorted(sample.end_tokens),
             min_tokens=sample.min_tokens,
             grammar=sample.grammar,
-            policy=self._policy,
+            policy=self._control.policy,
             vocabulary_size=self._context.model.vocabulary,
             tenant=sample.tenant,
             tenant_weight=sample.weight,

@@ -177,7 +177,7 @@ class Verification:
 
     def __init__(self, context: SampleContext) -> None:
         self._context = context
-        self._policy = SpeculationState.initial(context).verify_policy(context)
+        self._policy = SpeculationState.initial(context).verify_policy(context)  # until `Drafting` sets another
         self._choice = VerifierChoice(context)
         self._stream: VerifierStream | None = None  # of the verifier that has the text; None while none has it
         self._not_opened: dict[Pod, str] = {}  # last logged reason why a verifier does not take the text
