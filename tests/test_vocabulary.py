@@ -42,6 +42,7 @@ RETIRED = {
     # in code
     "Attached": "RunningSession",
     "Chooser": "RequestSampler",
+    "CommitCheck": "MessageCheck",
     "Cores": "ThreadPolicy",
     "Crowd": "BatchProfile",
     "Dearness": "PrefillSlowdown",

@@ -23,7 +23,7 @@ from orchestrator.pods.backoff import Backoff
 from orchestrator.pods.errors import ForeignPodError, LostError, UnfitError
 from orchestrator.pods.pods import Pod
 from orchestrator.pods.prefix_routing import preferred
-from orchestrator.text.commit_check import CommitCheck
+from orchestrator.text.message_check import MessageCheck
 from specdec.serving.errors import (
     DeadlineError,
     GrammarPendingError,
@@ -214,7 +214,7 @@ class Verification:
                         if context.text.unscored == 1 and not context.text.scored:  # a single token has no logprob
                             context.text.scored = 1
                             yield verifier_pb2.PromptLogprobs(first=1)
-                        check = CommitCheck(
+                        check = MessageCheck(
                             context.sample, context.model, opened.identity.context_tokens, context.keepers
                         )
                         async with aclosing(stream.messages()) as messages:
