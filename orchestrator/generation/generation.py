@@ -61,8 +61,7 @@ class Generation:
         self._complete = False  # the last response was made
 
     async def run(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """Yield the responses of this sample; the last one carries `finish`. When the consumer asks for the next
-        response, the current one counts as read by the client, even if the consumer sends both together."""
+        """Yield the responses of this sample; the last one carries `finish`."""
         first = uncommitted = True
         await self._transcript.resume(self._resuming)
         timeline = self._context.timeline
@@ -110,6 +109,8 @@ class Generation:
                         yield response
                         return
                     yield response
+                    # The consumer, `coalesced`, asks for more: the response counts as read by the client. `coalesced`
+                    # may still hold it for the next one, which matters little to the verifier's limit on unread tokens.
                     await self._verification.consumed()
 
     @contextmanager
