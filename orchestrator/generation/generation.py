@@ -86,7 +86,7 @@ class Generation:
                             response = self._transcript.score(message)
                         case verifier_pb2.Commit():
                             self._drafting.on_commit(message)
-                            response = self._transcript.take(message)
+                            response = self._transcript.add_commit(message)
                             if response is None:
                                 await self._verification.consumed()
                             else:

@@ -222,9 +222,9 @@ class Verification:
                                 if problem := check.problem(message, context.text):
                                     raise LostError(problem)
                                 if isinstance(message, verifier_pb2.Commit):
-                                    self._take(pod, message)
+                                    self._add_commit(pod, message)
                                 elif isinstance(message, verifier_pb2.PromptLogprobs):
-                                    self._take_scores(pod, message)
+                                    self._add_scores(pod, message)
                                 yield message
                     return
                 except Exception as error:
@@ -297,12 +297,12 @@ class Verification:
         await stream.set_first_policy(self._policy)  # it may have changed since the session was opened
         return opened
 
-    def _take(self, pod: Pod, commit: verifier_pb2.Commit) -> None:
+    def _add_commit(self, pod: Pod, commit: verifier_pb2.Commit) -> None:
         self._context.text.add(commit.committed.tokens)
         self._preemptions[-1] = commit.preemptions
         self._progressed(pod)
 
-    def _take_scores(self, pod: Pod, scores: verifier_pb2.PromptLogprobs) -> None:
+    def _add_scores(self, pod: Pod, scores: verifier_pb2.PromptLogprobs) -> None:
         """Note log-probabilities of further prompt tokens."""
         self._context.text.scored = scores.first + len(scores.logprobs)
         self._progressed(pod)
