@@ -14,10 +14,8 @@ from prometheus_client.metrics_core import Metric
 
 from orchestrator.generation.generation import Generation
 from orchestrator.metrics import metrics
-from orchestrator.models.catalog import Catalog, largest
+from orchestrator.models.catalog import Catalog
 from orchestrator.models.revision import Revision
-from orchestrator.models.stats import OrchestratorStats
-from orchestrator.pod_stats import Peer, PodStatsCache
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pod
 from orchestrator.pods.prefix_routing import PrefixAnswers
@@ -25,17 +23,14 @@ from orchestrator.pods.readiness import VERIFIER
 from orchestrator.requests.parsing import MAX_SAMPLES, parse
 from orchestrator.requests.sample import Request
 from orchestrator.requests.tokenization import tokenize
-from orchestrator.tenants.account import Account
-from orchestrator.tenants.accounts import Accounts
-from orchestrator.text.answer import CompleteAnswer
-from orchestrator.text.coalesce import Responses, coalesced
+from orchestrator.stats_response import PodStatsCache, PodViews, peers_of, served_models, stats_response
+from orchestrator.tenants.accounts import Account, Accounts
 from orchestrator.text.request_timeline import SampleTimeline, operation, record_parsed
+from orchestrator.text.responses import CompleteAnswer, Responses, coalesced
 from orchestrator.trace import OrchestratorTraceServicer
-from orchestrator.views import add_pod, revision_view
 from orchestrator.workers import Siblings
 from specdec.serving.bounded_threads import BoundedThreads
 from specdec.serving.errors import ServiceError
-from specdec.serving.identity import pod_info
 from specdec.serving.interceptor import Metadata
 from specdec.serving.interleaved import interleaved
 from specdec.serving.messages import grammar_from
@@ -153,7 +148,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.ListModelsRequest,
         context: grpc.aio.ServicerContext[generation_pb2.ListModelsRequest, generation_pb2.ListModelsResponse],
     ) -> generation_pb2.ListModelsResponse:
-        return generation_pb2.ListModelsResponse(models=self._served())
+        return generation_pb2.ListModelsResponse(models=served_models(self._catalog))
 
     async def Tokenize(
         self,
@@ -182,65 +177,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         reached = {revision.key: revision.readiness.reaches_verifier for revision in self._catalog}
         return metrics(self._stats()[0], self._catalog.counts(), reached)
 
-    def _stats(
-        self,
-    ) -> tuple[generation_pb2.GenerationServiceGetStatsResponse, list[tuple[Peer, generation_pb2.PodView]]]:
-        """Return the statistics, and each pod with its view in them."""
-        stats = OrchestratorStats.summed(self._catalog.counts().values())
-        response = generation_pb2.GenerationServiceGetStatsResponse(
-            pod=pod_info(),
-            up_us=int(1e6 * (time.monotonic() - self._started)),
-            models=self._served(),
-            running_requests=stats.running_requests,
-            waiting_prompts=self._short.waiting + self._long.waiting,
-            requests=stats.by_class.total(),
-            failed_requests=stats.failed_by_reason,
-            cancelled_requests=stats.cancelled,
-            running_samples=len(stats.running),
-            ended_samples=stats.ended_samples,
-            prompt_tokens=stats.prompt_tokens,
-            cached_tokens=stats.cached_tokens,
-            generated_tokens=stats.generated_tokens,
-            steps=stats.steps,
-            offered_candidates=stats.offered,
-            accepted_candidates=stats.accepted,
-            failover_events=stats.failover_events,
-            sources=stats.sources,
-            decisions=stats.decisions,
-            all_samples=stats.all_samples,
+    def _stats(self) -> tuple[generation_pb2.GenerationServiceGetStatsResponse, PodViews]:
+        return stats_response(
+            self._catalog,
+            up_seconds=time.monotonic() - self._started,
             serving=self.works,
-            revisions=[
-                *(revision_view(revision) for revision in self._catalog),
-                *(revision_view(revision, leaving=True) for revision in self._catalog.leaving),
-            ],
+            waiting_prompts=self._short.waiting + self._long.waiting,
         )
-        return response, [(peer, add_pod(response, peer)) for peer in self._peers()]
-
-    def _served(self) -> Iterator[generation_pb2.ServedModel]:
-        """Yield the served models, as in ListModels."""
-        for name, revisions in self._catalog.models.items():
-            model = largest(revisions).model
-            yield generation_pb2.ServedModel(
-                name=name,
-                context_tokens=model.context,
-                vocabulary_size=model.vocabulary,
-                chat=model.tokenizer.chat_templates is not None,
-                text_fingerprint=model.text_fingerprint,
-                tool_format="" if model.tool_format is None else model.tool_format.name,
-                reasons=model.reasoning_marks is not None,
-                revisions=[revision.name for revision in revisions if revision.name],
-                aliases=model.aliases,
-            )
-
-    def _peers(self) -> Iterator[Peer]:
-        """Yield all pods known now."""
-        for revision in self._catalog.all:
-            peers, model = revision.peers, revision.asked_as
-            yield from (Peer(pod, drafts=False, model=model) for pod in peers.verifiers)
-            yield from (Peer(pod, drafts=True, model=model) for pod in peers.drafts or ())
 
     def _pods(self) -> Iterator[Pod]:
-        return (peer.pod for peer in self._peers())
+        return (peer.pod for peer in peers_of(self._catalog))
 
     def _check_caller(self, method: str, metadata: Metadata) -> None:
         """Require an operator's API key for statistics and traces, and a tenant's for all other calls of this
@@ -328,7 +274,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         remaining = context.time_remaining()
         deadline = None if remaining is None else time.monotonic() + remaining
         several = len(request.samples) > 1
-        recorded = [SampleTimeline(timeline, sample if several else None) for sample in request.samples]
+        counts = revision.stats.failover_events
+        recorded = [SampleTimeline(timeline, sample if several else None, counts) for sample in request.samples]
         prefixes = PrefixAnswers()
         runs = [
             coalesced(Generation(sample, revision, peers, deadline, sample_timeline, prefixes).run())

@@ -15,11 +15,11 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
+from orchestrator.generation.draft_control import DraftControl
 from orchestrator.generation.peer_stream import PeerStream
 from orchestrator.generation.sample_context import SampleContext
-from orchestrator.generation.speculation_policy import DraftControl, SpeculationState
-from orchestrator.pods.errors import LostError
-from orchestrator.pods.fitness import check_fit
+from orchestrator.generation.speculation_policy import SpeculationState
+from orchestrator.pods.errors import LostError, check_fit
 from orchestrator.pods.pods import Pod
 from specdec.decoding import contrastive
 from specdec.decoding.proposal import DistributionSizes
@@ -30,116 +30,6 @@ from specdec.serving.target_logprobs import MAX_TOP
 from specdec.serving.validation import MAX_NODES_A_MESSAGE
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2
 
-
-class DraftStream(PeerStream):
-    """The stream of a session at a draft."""
-
-    peer = "draft"
-
-    def __init__(self, pod: Pod, context: SampleContext) -> None:
-        super().__init__(pod, context)
-        self.at_work = False  # True once the draft has sent candidates
-        self.overruled_logprobs = 0  # number of the target's likeliest tokens that the draft learns from; 0: none
-        self.features: draft_pb2.FeatureFormat | None = None  # format of the features that the draft reads, if any
-        self._outgoing: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue()
-        self._unwritten = 0  # bytes of features in `_outgoing`
-        self._fed_at = 0.0  # when features for the draft last arrived; monotonic
-        self._feeding: asyncio.Task[None] | None = None
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if self._feeding is not None:
-                self._feeding.cancel()
-                await asyncio.wait([self._feeding])  # a plain await could not tell the task's cancellation from ours
-        finally:
-            await super().__aexit__(kind, error, trace)
-
-    async def open(self, policy: draft_pb2.DraftPolicy) -> None:
-        """Open the session with the current text; UnfitError if the pod has another protocol or tokenizer."""
-        sample = self._context.sample
-        # Do not learn from resumed texts, whose start is unknown, nor under TYPICAL, where many tokens are the draft's
-        # choice, not the target's.
-        learn = sample.learn and not sample.generated and sample.rule is not Rule.TYPICAL
-        message = draft_pb2.DraftOpen(
-            prompt_tokens=sample.prompt,
-            generated_tokens=self._context.text.generated,
-            sampling=sample.sampling_message,
-            rule=rule_message(sample.draft_rule),
-            contrast=sample.contrast if sample.rule is Rule.CONTRASTIVE else None,
-            max_tokens=sample.max_tokens,
-            end_tokens=sorted(sample.end_tokens),
-            min_tokens=sample.min_tokens,
-            grammar=sample.grammar,
-            policy=policy,
-            vocabulary_size=self._context.model.vocabulary,
-            tenant=sample.tenant,
-            tenant_weight=sample.weight,
-            learn=learn,
-            age_us=int(1e6 * (time.monotonic() - self._context.timeline.began)),
-        )
-        message.sampling.seed = sample.sampling.seed
-        stub = draft_pb2_grpc.DraftServiceStub(self.pod.channel)
-        opened: draft_pb2.DraftOpened = await self._begin(stub.Draft, draft_pb2.DraftRequest(open=message))
-        check_fit(opened.identity, self._context.model, self.peer)
-        self._context.granted.by_draft(opened)
-        if opened.keeps_text:
-            self._context.keepers.add(self.pod)
-            if learn:
-                self.overruled_logprobs = min(opened.overruled_logprobs, MAX_TOP)
-        if opened.HasField("features"):
-            self.features = opened.features
-        self.opened = True
-        self._feeding = asyncio.create_task(self._feed())
-
-    async def candidates(self) -> AsyncIterator[model_pb2.Extend]:
-        """Yield messages of candidates until the session ends."""
-        while True:
-            response = await self._read()
-            match response.WhichOneof("message"):
-                case "extend":
-                    self.at_work = True
-                    self.pod.candidates_at = time.monotonic()
-                    yield response.extend
-                case _:
-                    self._count_heartbeat()
-                    if response.heartbeat.HasField("capacity"):
-                        self.pod.load.report(response.heartbeat.capacity)
-
-    def send(self, message: draft_pb2.DraftRequest) -> None:
-        """Queue a message: a draft that does not read must not block the caller."""
-        self._outgoing.put_nowait(message)
-
-    def unfed(self, fingerprint: str) -> UnfedError | None:
-        """Return an error if the draft reads features with another fingerprint than this one, the verifier's (empty:
-        the verifier sends none)."""
-        if self.features is None or self.features.fingerprint == fingerprint:
-            return None
-        return UnfedError(f"it reads features {self.features.fingerprint[:16]}, which the verifier does not send")
-
-    def starved_since(self, since: float) -> bool:
-        """Return True if the draft reads features and has received none since this monotonic time."""
-        return self.features is not None and self._fed_at < since
-
-    def send_features(self, features: model_pb2.Features) -> None:
-        """Queue features for a draft that reads them. Features are dropped if the draft does not keep up or a row is
-        cut short; the draft then guesses from later features."""
-        size = len(features.values)
-        if self.features is None or not size or size % (2 * max(1, self.features.width)):
-            return
-        self._fed_at = time.monotonic()
-        if self._unwritten + size <= MAX_UNWRITTEN_FEATURES:
-            self._unwritten += size
-            self.send(draft_pb2.DraftRequest(features=features))
-
-    async def _feed(self) -> None:
-        while True:
-            message = await self._outgoing.get()
-            await self._write(message)
-            self._unwritten -= len(message.features.values)
-
-
 MAX_UNWRITTEN_FEATURES = 16 << 20
 """Maximum bytes of a text's features that wait for its draft to read: twice the largest window that a verifier
 keeps."""
@@ -147,7 +37,6 @@ keeps."""
 MESSAGES_A_COMMIT = 16
 """Messages added to the bucket by each commit: four times `EXTENDS_A_STEP`. One more is added for every four candidates
 granted: under CONTRASTIVE, a draft sends a message as soon as it holds four distributions over the whole vocabulary."""
-
 
 MAX_EXTEND_BYTES = MAX_BYTES - 64
 """Largest message in bytes. It is relayed to the verifier inside another, slightly longer message."""
@@ -229,16 +118,24 @@ class InvalidDistributionError(LostError):
     """The draft sends log-probabilities that no verifier can use, or that the query did not ask for (CONTRASTIVE)."""
 
 
-class DraftSession:
+class DraftSession(PeerStream):
     """A session at a draft. Commits and queries are queued until it is open."""
 
-    def __init__(self, stream: DraftStream, context: SampleContext, state: SpeculationState) -> None:
+    peer = "draft"
+
+    def __init__(self, pod: Pod, context: SampleContext, state: SpeculationState) -> None:
         """Prepare a session; `state` decides its first policy."""
-        self._stream = stream
-        self._context = context
-        self._policy = state.draft_policy(context.sample)
-        self._control = DraftControl(self._policy, context.sample.speculation, needed=context.sample.needs_draft)
+        super().__init__(pod, context)
+        sample = context.sample
+        self._control = DraftControl(state.draft_policy(sample), sample.speculation, needed=sample.needs_draft)
         self._flow = CandidateFlow(state.max_nodes)
+        self.at_work = False  # True once the draft has sent candidates
+        self.overruled_logprobs = 0  # number of the target's likeliest tokens that the draft learns from; 0: none
+        self.features: draft_pb2.FeatureFormat | None = None  # format of the features that the draft reads, if any
+        self._outgoing: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue()
+        self._unwritten = 0  # bytes of features in `_outgoing`
+        self._fed_at = 0.0  # when features for the draft last arrived; monotonic
+        self._feeding: asyncio.Task[None] | None = None
         self._fruitless = 0  # steps since a candidate of the draft was last accepted
         self._fruitless_since = 0.0  # when the first of them ended; monotonic
         self._in_time = False  # the draft had candidates in some of these steps
@@ -248,8 +145,74 @@ class DraftSession:
         self._vocabulary: int | None = None  # number of the draft's token ids, from its first distribution
         self._asked_before: int | None = None  # base of a former verifier's query, whose answer may still arrive
 
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._feeding is not None:
+                self._feeding.cancel()
+                await asyncio.wait([self._feeding])  # a plain await could not tell the task's cancellation from ours
+        finally:
+            await super().__aexit__(kind, error, trace)
+
     async def open(self) -> None:
-        await self._stream.open(self._policy)
+        """Open the session with the current text; UnfitError if the pod has another protocol or tokenizer."""
+        sample = self._context.sample
+        # Do not learn from resumed texts, whose start is unknown, nor under TYPICAL, where many tokens are the draft's
+        # choice, not the target's.
+        learn = sample.learn and not sample.generated and sample.rule is not Rule.TYPICAL
+        message = draft_pb2.DraftOpen(
+            prompt_tokens=sample.prompt,
+            generated_tokens=self._context.text.generated,
+            sampling=sample.sampling_message,
+            rule=rule_message(sample.draft_rule),
+            contrast=sample.contrast if sample.rule is Rule.CONTRASTIVE else None,
+            max_tokens=sample.max_tokens,
+            end_tokens=sorted(sample.end_tokens),
+            min_tokens=sample.min_tokens,
+            grammar=sample.grammar,
+            policy=self._control.policy,
+            vocabulary_size=self._context.model.vocabulary,
+            tenant=sample.tenant,
+            tenant_weight=sample.weight,
+            learn=learn,
+            age_us=int(1e6 * (time.monotonic() - self._context.timeline.began)),
+        )
+        message.sampling.seed = sample.sampling.seed
+        stub = draft_pb2_grpc.DraftServiceStub(self.pod.channel)
+        opened: draft_pb2.DraftOpened = await self._begin(stub.Draft, draft_pb2.DraftRequest(open=message))
+        check_fit(opened.identity, self._context.model, self.peer)
+        self._context.granted.by_draft(opened)
+        if opened.keeps_text:
+            self._context.keepers.add(self.pod)
+            if learn:
+                self.overruled_logprobs = min(opened.overruled_logprobs, MAX_TOP)
+        if opened.HasField("features"):
+            self.features = opened.features
+        self.opened = True
+        self._feeding = asyncio.create_task(self._feed())
+
+    async def _feed(self) -> None:
+        while True:
+            message = await self._outgoing.get()
+            await self._write(message)
+            self._unwritten -= len(message.features.values)
+
+    # --- candidates from the draft ----------------------------------------------------------------
+
+    async def candidates(self) -> AsyncIterator[model_pb2.Extend]:
+        """Yield messages of candidates until the session ends."""
+        while True:
+            response = await self._read()
+            match response.WhichOneof("message"):
+                case "extend":
+                    self.at_work = True
+                    self.pod.candidates_at = time.monotonic()
+                    yield response.extend
+                case _:
+                    self._count_heartbeat()
+                    if response.heartbeat.HasField("capacity"):
+                        self.pod.load.report(response.heartbeat.capacity)
 
     def check(self, extend: model_pb2.Extend) -> None:
         """Count the candidates of a message; FloodError if the draft has sent too many, InvalidDistributionError if a
@@ -288,25 +251,28 @@ class DraftSession:
                 )
         self._query = None
 
+    # --- to the draft -----------------------------------------------------------------------------
+
+    def send(self, message: draft_pb2.DraftRequest) -> None:
+        """Queue a message: a draft that does not read must not block the caller."""
+        self._outgoing.put_nowait(message)
+
     def on_query(self, query: model_pb2.DraftQuery) -> None:
         self._query, self._awaited_since = query, None
-        self._stream.send(draft_pb2.DraftRequest(query=query))
-
-    def on_features(self, features: model_pb2.Features) -> None:
-        self._stream.send_features(features)
+        self.send(draft_pb2.DraftRequest(query=query))
 
     def on_opened(self, state: SpeculationState) -> None:
         """Make the draft resend its candidates: the new verifier has none. Abort the session if the verifier sends
         other features than the draft reads."""
-        if (error := self._stream.unfed(state.features)) is not None:
-            self._stream.abort(error)
+        if (error := self.unfed(state.features)) is not None:
+            self.abort(error)
         self._awaited_since = None
         if self._query is not None:
             self._asked_before = self._query.base
         self._query = None
         self._flow = CandidateFlow(state.max_nodes)
         for message in self._control.another_verifier(state):
-            self._stream.send(message)
+            self.send(message)
 
     def on_awaited(self) -> None:
         """Note that the text is blocked on the draft; abort the session if that lasts too long."""
@@ -318,7 +284,7 @@ class DraftSession:
                 self._abort_silent(self._awaited_since, now)
             else:
                 problem = f"it has not answered a query for {now - self._awaited_since:.1f} s"
-                self._stream.abort(LaggingError(problem, self._awaited_since))
+                self.abort(LaggingError(problem, self._awaited_since))
 
     def on_commit(self, commit: verifier_pb2.Commit) -> bool:
         """Forward the target's decisions. Return True if the draft has sent candidates before and the commit does not
@@ -326,20 +292,44 @@ class DraftSession:
         self._awaited_since = self._query = None
         self._flow.committed()
         paused = self._control.paused
-        for message in self._control.messages(commit, learns=self._stream.overruled_logprobs > 0):
-            self._stream.send(message)
-        if not self._stream.at_work:
+        for message in self._control.messages(commit, learns=self.overruled_logprobs > 0):
+            self.send(message)
+        if not self.at_work:
             self._await_first(wanted=commit.drafting_wanted and not self._control.paused)
             return False
         if self._control.paused is not paused:
-            self._context.events.record("draft_resumed" if paused else "draft_paused", self._stream.pod)
+            self._context.timeline.failover_event("draft_resumed" if paused else "draft_paused", self.pod)
         return self._evaluate(commit)
 
     def on_finish(self) -> None:
         """Send a draft that keeps the text the tokens held back during a pause: it keeps what it has received."""
-        if self._stream.pod in self._context.keepers:
+        if self.pod in self._context.keepers:
             for message in self._control.held_back():
-                self._stream.send(message)
+                self.send(message)
+
+    def on_features(self, features: model_pb2.Features) -> None:
+        """Queue features for a draft that reads them. Features are dropped if the draft does not keep up or a row is
+        cut short; the draft then guesses from later features."""
+        size = len(features.values)
+        if self.features is None or not size or size % (2 * max(1, self.features.width)):
+            return
+        self._fed_at = time.monotonic()
+        if self._unwritten + size <= MAX_UNWRITTEN_FEATURES:
+            self._unwritten += size
+            self.send(draft_pb2.DraftRequest(features=features))
+
+    def unfed(self, fingerprint: str) -> UnfedError | None:
+        """Return an error if the draft reads features with another fingerprint than this one, the verifier's (empty:
+        the verifier sends none)."""
+        if self.features is None or self.features.fingerprint == fingerprint:
+            return None
+        return UnfedError(f"it reads features {self.features.fingerprint[:16]}, which the verifier does not send")
+
+    def starved_since(self, since: float) -> bool:
+        """Return True if the draft reads features and has received none since this monotonic time."""
+        return self.features is not None and self._fed_at < since
+
+    # --- reasons to abandon it --------------------------------------------------------------------
 
     def _await_first(self, *, wanted: bool) -> None:
         """Abort the session if the draft has sent nothing yet and candidates have been wanted for too long: its device
@@ -353,7 +343,7 @@ class DraftSession:
             self._abort_silent(self._wanted_since, now)
 
     def _abort_silent(self, since: float, now: float) -> None:
-        self._stream.abort(LaggingError(f"it has sent nothing for {now - since:.1f} s", since))
+        self.abort(LaggingError(f"it has sent nothing for {now - since:.1f} s", since))
 
     def _evaluate(self, commit: verifier_pb2.Commit) -> bool:
         """Return False if candidates were wanted and none of the draft's was accepted; abort the session after too many
@@ -362,7 +352,7 @@ class DraftSession:
         helped = self._context.sample.needs_draft or model_pb2.TOKEN_SOURCE_REMOTE_DRAFT in commit.sources
         if helped:
             self._fruitless, self._in_time = 0, False
-            self._stream.pod.breaker.succeeded()
+            self.pod.breaker.succeeded()
             return True
         if not commit.drafting_wanted:  # drafting does not pay at the moment
             return True
@@ -374,10 +364,10 @@ class DraftSession:
         self._in_time |= commit.undrafted_tokens < len(commit.committed.tokens)
         if self._fruitless >= USELESS_AFTER_STEPS:
             if self._in_time:
-                self._stream.abort(UselessError(f"none of its candidates was accepted in {self._fruitless} steps"))
+                self.abort(UselessError(f"none of its candidates was accepted in {self._fruitless} steps"))
             else:
                 problem = f"none of its candidates came in time for {self._fruitless} steps"
-                self._stream.abort(LaggingError(problem, self._fruitless_since))
+                self.abort(LaggingError(problem, self._fruitless_since))
         return False
 
 

@@ -17,7 +17,6 @@ import structlog
 
 from orchestrator.generation.draft_session import (
     DraftSession,
-    DraftStream,
     FloodError,
     InvalidDistributionError,
     LaggingError,
@@ -231,39 +230,39 @@ class Drafting:
                 self._sink.abort(error)
                 return False
         pod.breaker.attempt()
-        async with DraftStream(pod, self._context) as stream:
+        async with DraftSession(pod, self._context, self._state) as session:
             try:
                 with pod.load.session():
-                    await self._relay(stream)
+                    await self._relay(session)
             except Exception as error:
-                self._note_end(stream, error)
+                self._note_end(session, error)
             finally:
                 self._session = None
-        return stream.at_work
+        return session.at_work
 
-    async def _relay(self, stream: DraftStream) -> None:
+    async def _relay(self, session: DraftSession) -> None:
         """Open a session, and forward its candidates to the verifier."""
         # `open` sends the text committed by then. Set `_session` first, so that later commits are queued.
-        session = self._session = DraftSession(stream, self._context, self._state)
+        self._session = session
         if self._query is not None:
             session.on_query(self._query)
         await session.open()
-        self._context.timeline.event("draft_opened", pod=str(stream.pod))
-        if (error := stream.unfed(self._state.features)) is not None:
+        self._context.timeline.event("draft_opened", pod=str(session.pod))
+        if (error := session.unfed(self._state.features)) is not None:
             raise error
-        if stream.features is not None:
+        if session.features is not None:
             self._fed += 1
-        await self._set_drafted(True, stream.overruled_logprobs, 0 if stream.features is None else self._fed)
-        async for extend in stream.candidates():
+        await self._set_drafted(True, session.overruled_logprobs, 0 if session.features is None else self._fed)
+        async for extend in session.candidates():
             session.check(extend)
             if self._undrafted:
                 self._undrafted = False
-                self._context.events.record("draft_back", stream.pod)
+                self._context.timeline.failover_event("draft_back", session.pod)
             await self._sink.extend(extend)
 
-    def _note_end(self, stream: DraftStream, error: Exception) -> None:
-        """Note why a draft's session has ended, and avoid its pod for a time: for this text only, or for all."""
-        pod = stream.pod
+    def _note_end(self, session: DraftSession, error: Exception) -> None:
+        """Note why a session has ended, and avoid its pod for a time: for this text only, or for all."""
+        pod = session.pod
         reason: FailoverReason | None = None  # of the failover event, which is recorded if the session was open
         match error:
             case ForeignPodError():
@@ -277,9 +276,9 @@ class Drafting:
             case LaggingError():
                 # If the pod has sent no candidates to any text since then, its device may be stuck. A draft without
                 # features from the verifier has nothing to guess from, so its pod is not at fault.
-                if pod.candidates_at < error.waiting_since and not stream.starved_since(error.waiting_since):
+                if pod.candidates_at < error.waiting_since and not session.starved_since(error.waiting_since):
                     pod.breaker.failed()
-                if not (stream.at_work and self._context.sample.needs_draft):
+                if not (session.at_work and self._context.sample.needs_draft):
                     # The draft may be late for this text alone, or busy with a long prefill, which an immediate retry
                     # would restart.
                     self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
@@ -304,11 +303,11 @@ class Drafting:
                 pass
             case _:  # a bug in this service
                 log.error("drafting_failed", exc_info=error)
-        if reason is None or not stream.opened:
+        if reason is None or not session.opened:
             self._last_failure = "no_draft", f"{pod}: {error}"
         else:
             self._last_failure = reason, f"{pod}: {error}"
-            self._context.events.record(reason, pod, str(error))
+            self._context.timeline.failover_event(reason, pod, str(error))
 
     def _give_up(self) -> None:
         """End the request: it needs a draft."""

@@ -17,7 +17,7 @@ from orchestrator.models.revision import Revision
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.prefix_routing import PrefixAnswers
 from orchestrator.requests.sample import CommittedText, Sample, resolved
-from orchestrator.text.request_timeline import FailoverEvents, SampleTimeline
+from orchestrator.text.request_timeline import SampleTimeline
 from orchestrator.text.transcript import SampleTranscript
 from specdec.decoding.sampling import Rule
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
@@ -38,7 +38,6 @@ class Generation:
         """Prepare to run a sample of a request, with the revision and the peers chosen when the request arrived. All
         samples of a request share its `prefixes`."""
         stats = revision.stats
-        granted, events = GrantedLimits(sample.speculation), FailoverEvents(timeline, stats.failover_events)
         self._asked_as = revision.asked_as
         self._readiness = revision.readiness
         self._resuming = revision.resuming
@@ -50,8 +49,7 @@ class Generation:
             peers,
             deadline,
             text,
-            events,
-            granted,
+            GrantedLimits(sample.speculation),
             timeline,
             grammar_watch=None if revision.grammars is None else revision.grammars.watch(sample, text, peers),
             fallback_seconds=stats.fallback_seconds,
@@ -63,8 +61,7 @@ class Generation:
         self._complete = False  # the last response was made
 
     async def run(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """Yield the responses of this sample; the last one carries `finish`. When the consumer asks for the next
-        response, the current one counts as read by the client, even if the consumer sends both together."""
+        """Yield the responses of this sample; the last one carries `finish`."""
         first = uncommitted = True
         await self._transcript.resume(self._resuming)
         timeline = self._context.timeline
@@ -79,7 +76,7 @@ class Generation:
                     match message:
                         case verifier_pb2.VerifyOpened():
                             self._drafting.on_opened(message)
-                        case model_pb2.Heartbeat():
+                        case model_pb2.Heartbeat():  # `VerifierStream` yields only those with `awaits_draft`
                             self._drafting.on_awaited()
                         case model_pb2.DraftQuery():
                             self._drafting.on_query(message)
@@ -89,7 +86,7 @@ class Generation:
                             response = self._transcript.score(message)
                         case verifier_pb2.Commit():
                             self._drafting.on_commit(message)
-                            response = self._transcript.take(message)
+                            response = self._transcript.add_commit(message)
                             if response is None:
                                 await self._verification.consumed()
                             else:
@@ -100,7 +97,7 @@ class Generation:
                     if response is None:
                         continue
                     if first:
-                        response.model_fingerprint = self._verification.revision
+                        response.model_fingerprint = self._verification.model_fingerprint
                         self._readiness.served(response.model_fingerprint)
                         response.resolved.CopyFrom(resolved(self._context.sample, self._asked_as))
                         first = False
@@ -112,6 +109,8 @@ class Generation:
                         yield response
                         return
                     yield response
+                    # The consumer, `coalesced`, asks for more: the response counts as read by the client. `coalesced`
+                    # may still hold it for the next one, which matters little to the verifier's limit on unread tokens.
                     await self._verification.consumed()
 
     @contextmanager
@@ -137,4 +136,4 @@ class Generation:
         # At most the tokens sent: some undrafted ones may lie beyond a stop string.
         speculation.undrafted_tokens = min(self._drafting.undrafted_tokens, sum(speculation.sources.values()))
         speculation.granted.CopyFrom(self._context.granted.message())
-        speculation.failover_events.update(self._context.events.counts)
+        speculation.failover_events.update(self._context.timeline.failover_events)

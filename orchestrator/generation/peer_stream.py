@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,7 +15,6 @@ import structlog
 from orchestrator.generation.sample_context import SampleContext
 from orchestrator.pods.errors import LostError, UnfitError
 from orchestrator.pods.pods import Pod
-from orchestrator.pods.watchdog import Watchdog
 from specdec.serving.echo import cut
 from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, ProtocolError, from_rpc, said_by_pod
 from specdec.serving.propagation import carried
@@ -42,6 +42,10 @@ MAX_HEARTBEATS = 64
 HEARTBEATS_A_SECOND = 16
 """Token bucket for heartbeats: burst, and rate per second. Our own services send at most a quarter of this rate."""
 
+TICKS = 4
+"""Ticks in a watchdog's timeout. Silence is counted in ticks of our own event loop instead of clock time: a stall of
+the loop counts as one tick, so the peer is not blamed for it."""
+
 log = structlog.get_logger()
 
 Call = grpc.aio.StreamStreamCall[Any, Any]
@@ -51,7 +55,8 @@ STREAM_IS_OVER = (asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.AioRp
 
 
 class PeerStream:
-    """The stream of a session at a pod. Used as a context manager: leaving it ends the session."""
+    """The stream of a session at a pod. Used as a context manager: leaving it ends the session. All streams at a pod
+    share one connection: its channel is a `MuxChannel`."""
 
     peer = "peer"
 
@@ -178,3 +183,38 @@ class PeerStream:
     def _on_silence(self) -> None:
         self._caught_up = self._clock()  # the silence is of now, also if a write noticed it
         self.abort(LostError(f"silent for {self._context.peers.silence_seconds:g} s", conclusive=True))
+
+
+class Watchdog:
+    """Calls `on_silence` when a listener has received nothing for `seconds`, or up to a tick longer."""
+
+    def __init__(self, seconds: float, on_silence: Callable[[], None]) -> None:
+        self._tick_seconds = seconds / TICKS
+        self._on_silence = on_silence
+        self._listening = False
+        self._ticks = 0  # since listening began
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._tick_seconds, self._tick)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Count silence while the context lasts: it wraps a wait for the peer's next message. Silence at other times
+        does not count."""
+        self._listening, self._ticks = True, 0
+        try:
+            yield
+        finally:
+            self._listening = False
+
+    def _tick(self) -> None:
+        self._ticks += self._listening
+        if self._ticks > TICKS:
+            self._on_silence()
+        else:
+            self.start()

@@ -12,7 +12,7 @@ from orchestrator.pods.pods import Pod
 from orchestrator.pods.prefix_routing import PrefixAnswers
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.sample import CommittedText, Sample
-from orchestrator.text.request_timeline import FailoverEvents, SampleTimeline
+from orchestrator.text.request_timeline import SampleTimeline
 from specdec.decoding.speculation import SpeculationOptions
 from specdec.v2 import draft_pb2, generation_pb2, verifier_pb2
 
@@ -50,14 +50,13 @@ class GrantedLimits:
 
 @dataclass(frozen=True)
 class SampleContext:
-    """A sample, its model and peers, its text, and the records of its events."""
+    """A sample, its model and peers, its text, and the record of its events."""
 
     sample: Sample
     model: ServedModel
     peers: Peers
     deadline: float | None  # the caller's, in monotonic time
     text: CommittedText
-    events: FailoverEvents
     granted: GrantedLimits
     timeline: SampleTimeline
     grammar_watch: GrammarWatch | None = None  # None: the sample has no grammar, or grammars are not tried

@@ -23,7 +23,7 @@ from orchestrator.pods.backoff import Backoff
 from orchestrator.pods.errors import ForeignPodError, LostError, UnfitError
 from orchestrator.pods.pods import Pod
 from orchestrator.pods.prefix_routing import preferred
-from orchestrator.text.commit_check import CommitCheck
+from orchestrator.text.message_check import MessageCheck
 from specdec.serving.errors import (
     DeadlineError,
     GrammarPendingError,
@@ -177,7 +177,7 @@ class Verification:
 
     def __init__(self, context: SampleContext) -> None:
         self._context = context
-        self._policy = SpeculationState.initial(context).verify_policy(context)
+        self._policy = SpeculationState.initial(context).verify_policy(context)  # until `Drafting` sets another
         self._choice = VerifierChoice(context)
         self._stream: VerifierStream | None = None  # of the verifier that has the text; None while none has it
         self._not_opened: dict[Pod, str] = {}  # last logged reason why a verifier does not take the text
@@ -187,7 +187,7 @@ class Verification:
         self._refused = False  # a verifier has called the request invalid
         self._preemptions: list[int] = []  # number of preemptions in each session at a verifier
         self.identity = model_pb2.ModelIdentity()  # of the last verifier
-        self.revision = context.sample.revision  # model fingerprint: the request's, then the last verifier's
+        self.model_fingerprint = context.sample.model_fingerprint  # the request's, then the last verifier's
         self._numerics = ""  # fingerprint, of the text so far; empty before its first token
         self.numerics_changed = False
 
@@ -214,7 +214,7 @@ class Verification:
                         if context.text.unscored == 1 and not context.text.scored:  # a single token has no logprob
                             context.text.scored = 1
                             yield verifier_pb2.PromptLogprobs(first=1)
-                        check = CommitCheck(
+                        check = MessageCheck(
                             context.sample, context.model, opened.identity.context_tokens, context.keepers
                         )
                         async with aclosing(stream.messages()) as messages:
@@ -222,9 +222,9 @@ class Verification:
                                 if problem := check.problem(message, context.text):
                                     raise LostError(problem)
                                 if isinstance(message, verifier_pb2.Commit):
-                                    self._take(pod, message)
+                                    self._add_commit(pod, message)
                                 elif isinstance(message, verifier_pb2.PromptLogprobs):
-                                    self._take_scores(pod, message)
+                                    self._add_scores(pod, message)
                                 yield message
                     return
                 except Exception as error:
@@ -271,7 +271,7 @@ class Verification:
     @property
     def _pinned(self) -> str:
         """Fingerprint of the model that must continue the text. Before the text is begun: the request's, or empty."""
-        return self.revision if self._context.text.begun else self._context.sample.revision
+        return self.model_fingerprint if self._context.text.begun else self._context.sample.model_fingerprint
 
     @property
     def _attempt(self) -> int:
@@ -284,12 +284,12 @@ class Verification:
             pod.breaker.attempt()
             self._asked = pod, time.monotonic()
             try:
-                opened = await stream.open(self._policy, attempt=self._attempt, revision=self._pinned)
+                opened = await stream.open(self._policy, attempt=self._attempt, model_fingerprint=self._pinned)
             except (OverloadedError, InvalidRequestError, UnfitError):
                 pod.breaker.answered()
                 raise
         self.identity = opened.identity
-        self.revision = self.identity.model_fingerprint
+        self.model_fingerprint = self.identity.model_fingerprint
         self._preemptions.append(0)
         self._not_opened.pop(pod, None)
         self._context.timeline.event("verifier_opened", pod=str(pod))
@@ -297,12 +297,12 @@ class Verification:
         await stream.set_first_policy(self._policy)  # it may have changed since the session was opened
         return opened
 
-    def _take(self, pod: Pod, commit: verifier_pb2.Commit) -> None:
+    def _add_commit(self, pod: Pod, commit: verifier_pb2.Commit) -> None:
         self._context.text.add(commit.committed.tokens)
         self._preemptions[-1] = commit.preemptions
         self._progressed(pod)
 
-    def _take_scores(self, pod: Pod, scores: verifier_pb2.PromptLogprobs) -> None:
+    def _add_scores(self, pod: Pod, scores: verifier_pb2.PromptLogprobs) -> None:
         """Note log-probabilities of further prompt tokens."""
         self._context.text.scored = scores.first + len(scores.logprobs)
         self._progressed(pod)
@@ -312,7 +312,7 @@ class Verification:
         before, self._numerics = self._numerics, self.identity.numerics_fingerprint
         if before and self._numerics != before:
             self.numerics_changed = True
-            self._context.events.record("numerics_changed", pod, f"{before}, then {self._numerics}")
+            self._context.timeline.failover_event("numerics_changed", pod, f"{before}, then {self._numerics}")
         self._choice.progressed()
         if self._stream is not None and self._stream.is_current:
             pod.breaker.succeeded()
@@ -350,7 +350,7 @@ class Verification:
                 self._context.peers.verifiers.died(pod)
             pod.breaker.failed(conclusive=lost.conclusive)
         if stream.opened:
-            self._context.events.record("verifier_lost", pod, why)
+            self._context.timeline.failover_event("verifier_lost", pod, why)
         elif self._not_opened.get(pod) != why:  # the pod is retried while there is no other: log each reason once
             self._not_opened[pod] = why
             log.info("verifier_not_opened", pod=str(pod), why=why)
@@ -369,7 +369,7 @@ class Verification:
             return
         self._choice.exclude(pod, error)
         if not refused:
-            self._context.events.record("verifier_lost", pod, str(error))
+            self._context.timeline.failover_event("verifier_lost", pod, str(error))
 
     def _as_of_request(self, error: InvalidRequestError) -> InvalidRequestError:
         """Return a verifier's error with the request's fields in place of those of the session's opening."""

@@ -6,8 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from orchestrator.generation.peer_stream import PeerStream
 from orchestrator.generation.sample_context import SampleContext
-from orchestrator.pods.errors import LostError, UnfitError
-from orchestrator.pods.fitness import check_verifier
+from orchestrator.pods.errors import LostError, UnfitError, check_verifier
 from orchestrator.pods.pods import Pod
 from specdec.decoding.sampling import Rule
 from specdec.serving import checksum
@@ -46,10 +45,10 @@ class VerifierStream(PeerStream):
         self._consumed = verifier_pb2.Consumed(tokens=len(context.text.generated), scored_tokens=context.text.scored)
 
     async def open(
-        self, policy: verifier_pb2.VerifyPolicy, *, attempt: int, revision: str
+        self, policy: verifier_pb2.VerifyPolicy, *, attempt: int, model_fingerprint: str
     ) -> verifier_pb2.VerifyOpened:
         """Open the session with the current text, and return the verifier's answer; UnfitError if the pod serves
-        something else, such as a model whose fingerprint is not `revision` (empty: any)."""
+        something else, such as a model with another fingerprint than this one (empty: any)."""
         self._policy = policy
         sample = self._context.sample
         message = verifier_pb2.VerifyOpen(
@@ -79,7 +78,7 @@ class VerifierStream(PeerStream):
         message.checksum = self._checksum = checksum.of_opening(message)
         stub = verifier_pb2_grpc.VerifierServiceStub(self.pod.channel)
         opened: verifier_pb2.VerifyOpened = await self._begin(stub.Verify, verifier_pb2.VerifyRequest(open=message))
-        self._check_opened(opened, revision)
+        self._check_opened(opened, model_fingerprint)
         self._context.granted.by_verifier(opened)
         self.pod.numerics = opened.identity.numerics_fingerprint
         self.pod.context_tokens = opened.identity.context_tokens
@@ -87,7 +86,7 @@ class VerifierStream(PeerStream):
         self.opened = True
         return opened
 
-    def _check_opened(self, opened: verifier_pb2.VerifyOpened, revision: str) -> None:
+    def _check_opened(self, opened: verifier_pb2.VerifyOpened, model_fingerprint: str) -> None:
         """Raise UnfitError if the verifier serves something else, LostError if its grants are out of range or if its
         answer was corrupted in transit."""
         if opened.HasField("checksum") and opened.checksum != checksum.of_opening(opened):
@@ -109,11 +108,11 @@ class VerifierStream(PeerStream):
         ):
             if needed and not offered:
                 raise UnfitError(NotBuiltError(f"verifier: does not {what}"))
-        if revision and identity.model_fingerprint != revision:
+        if model_fingerprint and identity.model_fingerprint != model_fingerprint:
             raise UnfitError(
                 PeerLostError(
                     f"verifier: serves revision {identity.model_fingerprint[:16]} of {identity.model!r}, the "
-                    f"text was started with {revision[:16]}",
+                    f"text was started with {model_fingerprint[:16]}",
                     "MODEL_CHANGED",
                 )
             )

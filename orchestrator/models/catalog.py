@@ -1,16 +1,24 @@
-"""The catalog: the models and revisions served now, and the choice of a revision for each request."""
+"""The catalog: the models and revisions served now, and the choice of a revision for each request.
+
+Requests that name no revision are split by shares: at random, unless they have a seed. A seeded request gets the same
+revision while the shares stay the same and that revision is ready, since another revision would give it other tokens.
+The choice ignores speculation options.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import math
+import random
+from array import array
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from orchestrator.models.file import SEPARATOR
 from orchestrator.models.grammar_check import GrammarCheck
 from orchestrator.models.revision import Revision
 from orchestrator.models.stats import OrchestratorStats
-from orchestrator.models.traffic import choose, point_of
 from orchestrator.pods.peers import Peers
 from orchestrator.requests.model import ServedModel
 from specdec.serving.echo import echo
@@ -22,6 +30,13 @@ NAMED = 8
 
 NOWHERE = ("", "")
 """Key for the counts of requests for unknown models."""
+
+PART = 4096
+TURNS = 16
+"""Limits on the hashed parts of a seeded request: PART characters or tokens at each end of a prompt or chat turn, and
+TURNS turns at each end of a conversation."""
+
+BELOW_ONE = math.nextafter(1.0, 0.0)
 
 
 class Catalog:
@@ -112,7 +127,7 @@ class Catalog:
             for revision in revisions
             if request.model_fingerprint and revision.readiness.knows(request.model_fingerprint)
         ]
-        return begun[0] if begun else choose(revisions, point_of(request))
+        return begun[0] if begun else by_share(revisions, point_of(request))
 
     def main(self, model: str) -> Revision:
         """Return the revision that a call without generation uses: the one named, or the model's revision with the
@@ -175,3 +190,56 @@ def _listed(names: Iterable[str]) -> str:
     all = list(names)
     shown = ", ".join(map(repr, all[:NAMED]))
     return shown if len(all) <= NAMED else f"{shown} and {len(all) - NAMED} more"
+
+
+def point_of(request: generation_pb2.GenerateRequest) -> float:
+    """Return the point of a request in [0, 1): a hash of seed and prompt if it has a seed, else random."""
+    if not request.sampling.HasField("seed"):
+        return random.random()
+    seed = request.sampling.seed.to_bytes(8, "little")
+    # 53 bits, the precision of a float: the quotient is exact, and below 1.
+    return float(int.from_bytes(hashlib.sha256(seed + _ends(request)).digest()[:8], "little") >> 11) / 2**53
+
+
+def _ends(request: generation_pb2.GenerateRequest) -> bytes:
+    """Return the beginning, the end and the length of a prompt, as bytes. The prompt is not validated yet, and may be
+    megabytes long."""
+    match request.WhichOneof("prompt"):
+        case "text":
+            length, part = len(request.text), (request.text[:PART] + request.text[-PART:]).encode()
+        case "tokens":
+            ids = request.tokens.ids
+            length, part = len(ids), array("I", [*ids[:PART], *ids[-PART:]]).tobytes()
+        case "chat":
+            turns = [turn.content for turn in request.chat.messages[:TURNS] + request.chat.messages[-TURNS:]]
+            length = len(request.chat.messages) + sum(map(len, turns))
+            part = "\0".join(turn[:PART] + turn[-PART:] for turn in turns).encode()
+        case _:
+            length, part = 0, b""
+    return length.to_bytes(8, "little") + part
+
+
+def by_share(revisions: Sequence[Revision], point: float) -> Revision:
+    """Return the revision at a point of [0, 1), which is divided among the revisions by share. The part of a revision
+    that is not ready is divided among the others by share, unless none is ready. At least one revision must have a
+    share above 0."""
+    left = [revision for revision in revisions if revision.share > 0]
+    first = None
+    while left:
+        chosen, point = _at(left, point)
+        if chosen.ready:
+            return chosen
+        first = first or chosen
+        left.remove(chosen)
+    assert first is not None
+    return first
+
+
+def _at(revisions: Sequence[Revision], point: float) -> tuple[Revision, float]:
+    """Return the revision at a point, and the point's place within that revision's part."""
+    wanted = point * sum(revision.share for revision in revisions)
+    for revision in revisions:
+        if wanted < revision.share:
+            break
+        wanted -= revision.share
+    return revision, min(max(wanted / revision.share, 0.0), BELOW_ONE)  # rounding errors must not leave [0, 1)

@@ -16,8 +16,7 @@ import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from orchestrator.pods.errors import LostError, UnfitError
-from orchestrator.pods.fitness import check_verifier
+from orchestrator.pods.errors import LostError, UnfitError, check_verifier
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pod
 from orchestrator.pods.unary import answer_of

@@ -151,7 +151,7 @@ def parse(
         rule=rule,
         contrast=message.contrast,
         typicality=message.typicality,
-        revision=message.model_fingerprint,
+        model_fingerprint=message.model_fingerprint,
         coalesce_commits=not streamed and not message.stop,
         grammar=grammar,
         grammar_field="" if grammar is None else grammar_field(message),

@@ -58,7 +58,7 @@ class Sample:
     typicality: model_pb2.Typicality
     weight: float = 1.0  # the tenant's, relative to other tenants at a verifier
     priority: int = 0  # within the tenant: lower goes first
-    revision: str = ""  # fingerprint of the model that the text was started with; empty: any model
+    model_fingerprint: str = ""  # of the model that the text was started with; empty: any model
     coalesce_commits: bool = False  # the client reads the text only when it is complete
     rejected_candidates: bool = False  # return rejected candidates
     grammar: model_pb2.Grammar | None = None  # constrains the text; None: unconstrained

@@ -19,7 +19,6 @@ from specdec.wire.decisions import DRAFTING_EVENTS, explained
 
 log = structlog.get_logger()
 
-
 MAX_EXPLANATION = 512
 """Maximum characters of the explanation of a sample's speculation; a faulty verifier may cause longer ones."""
 
@@ -42,11 +41,21 @@ def record_parsed(timeline: Timeline, request: Request) -> None:
     timeline.event("parsed")
 
 
-class SampleTimeline:
-    """The part of one sample in the timeline of its request."""
+FailoverReason = Literal[
+    "verifier_lost", "numerics_changed", "draft_lost", "draft_useless", "draft_back", "draft_paused", "draft_resumed"
+]
 
-    def __init__(self, timeline: Timeline, sample: Sample | None = None) -> None:
-        """`sample`: the sample to name in events, if the request has several."""
+
+class SampleTimeline:
+    """The part of one sample in the timeline of its request, and the sample's failover events."""
+
+    def __init__(
+        self, timeline: Timeline, sample: Sample | None = None, all_failover_events: Counter[str] | None = None
+    ) -> None:
+        """`sample`: the sample to name in events, if the request has several. `all_failover_events`: the counts over
+        all samples of the revision, by reason."""
+        self.failover_events: Counter[str] = Counter()  # by reason
+        self._all_failover_events: Counter[str] = Counter() if all_failover_events is None else all_failover_events
         self._timeline = timeline
         self._which: dict[str, Value] = {} if sample is None else {"sample": sample.index}
 
@@ -63,14 +72,20 @@ class SampleTimeline:
         self.event("first_commit")
         self._timeline.attributes.setdefault("time_to_first_token", time.monotonic() - self._timeline.began)
 
-    def failover(self, reason: str, pod: str) -> None:
-        self.event("failover", reason=reason, pod=pod)
+    def failover_event(self, reason: FailoverReason, pod: object, why: str = "") -> None:
+        """Count, record and log a failover event. One of `DRAFTING_EVENTS`, such as a pause of the draft, is counted as
+        a failover event too, but recorded as "drafting": no pod has failed."""
+        self.failover_events[reason] += 1
+        self._all_failover_events[reason] += 1
+        if reason in DRAFTING_EVENTS:
+            self.event("drafting", reason=reason, pod=str(pod))
+            self._timeline.add(**{f"drafting.{reason}": 1})
+            log.info("drafting", reason=reason, pod=str(pod), why=why)
+            return
+        self.event("failover", reason=reason, pod=str(pod))
         self._timeline.add(**{f"failovers.{reason}": 1})
-
-    def drafting(self, reason: str, pod: str) -> None:
-        """Record that a text stops using a working draft, or uses it again."""
-        self.event("drafting", reason=reason, pod=pod)
-        self._timeline.add(**{f"drafting.{reason}": 1})
+        tell = log.info if reason == "draft_back" else log.warning
+        tell("failover", reason=reason, pod=str(pod), why=why)
 
     def finish(self, finish: generation_pb2.Finish) -> None:
         reason, speculation = finish_name(finish.reason), finish.speculation
@@ -104,28 +119,3 @@ class SampleTimeline:
             )
             if why := explained(statistics.decisions):
                 self._list("speculation").append(why[:MAX_EXPLANATION])
-
-
-FailoverReason = Literal[
-    "verifier_lost", "numerics_changed", "draft_lost", "draft_useless", "draft_back", "draft_paused", "draft_resumed"
-]
-
-
-class FailoverEvents:
-    """The failover events of one sample. `of_all` counts those of all samples of the revision."""
-
-    def __init__(self, timeline: SampleTimeline, of_all: Counter[str] | None = None) -> None:
-        self.counts: Counter[str] = Counter()
-        self._of_all: Counter[str] = Counter() if of_all is None else of_all
-        self._timeline = timeline
-
-    def record(self, reason: FailoverReason, pod: object, why: str = "") -> None:
-        self.counts[reason] += 1
-        self._of_all[reason] += 1
-        if reason in DRAFTING_EVENTS:
-            self._timeline.drafting(reason, str(pod))
-            log.info("drafting", reason=reason, pod=str(pod), why=why)
-            return
-        self._timeline.failover(reason, str(pod))
-        tell = log.info if reason == "draft_back" else log.warning
-        tell("failover", reason=reason, pod=str(pod), why=why)

@@ -125,7 +125,7 @@ class SampleTranscript:
     def _elapsed_us(self) -> int:
         return int(1e6 * (time.monotonic() - self._arrived))
 
-    def take(self, commit: verifier_pb2.Commit) -> generation_pb2.GenerateResponse | None:
+    def add_commit(self, commit: verifier_pb2.Commit) -> generation_pb2.GenerateResponse | None:
         """Add a commit to the text, cut at a stop string, and return its response; the last one has `finish`. Return
         None if only the next token decides between reasoning and answer: the commit's tokens then come with the next
         response."""

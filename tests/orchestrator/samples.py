@@ -11,7 +11,7 @@ from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.sample import CommittedText, PromptTokens, Sample
-from orchestrator.text.request_timeline import FailoverEvents, SampleTimeline
+from orchestrator.text.request_timeline import SampleTimeline
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import SpeculationOptions
 from specdec.serving.messages import sampling_message
@@ -50,6 +50,4 @@ def context(peers: Peers | None = None, **fields: Any) -> SampleContext:
     """Return the context of a sample with these fields and no deadline."""
     wanted = sample(**fields)
     text, granted = CommittedText(wanted), GrantedLimits(wanted.speculation)
-    timeline = SampleTimeline(Timeline())
-    events = FailoverEvents(timeline)
-    return SampleContext(wanted, MODEL, peers or Peers(Pods()), None, text, events, granted, timeline)
+    return SampleContext(wanted, MODEL, peers or Peers(Pods()), None, text, granted, SampleTimeline(Timeline()))

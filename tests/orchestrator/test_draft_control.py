@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from orchestrator.generation.draft_control import PAUSED_COMMIT_TOKENS, DraftControl
 from orchestrator.generation.speculation_policy import (
     BREAK_EVEN_SHARE,
     FIRST_MIN_PROBABILITY,
-    PAUSED_COMMIT_TOKENS,
-    DraftControl,
     SpeculationState,
     first_min_probability,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +15,13 @@ from orchestrator.generation.draft_session import (
     MESSAGES_A_COMMIT,
     USELESS_AFTER_STEPS,
     DraftSession,
-    DraftStream,
     FloodError,
     InvalidDistributionError,
     LaggingError,
     UselessError,
 )
 from orchestrator.generation.drafting import Drafting
+from orchestrator.generation.sample_context import SampleContext
 from orchestrator.generation.speculation_policy import SpeculationState
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pod, Pods
@@ -39,25 +39,18 @@ NODES = 16
 STATE = SpeculationState(True, NODES, Outlook(drafting_wanted=True, break_even=0.5))
 
 
-class Stream:
+class RecordingSession(DraftSession):
     """Records messages sent to a draft, and why it was given up."""
 
-    def __init__(self, at_work: bool = True) -> None:
-        self.pod = Pod("draft", SimpleNamespace())  # type: ignore[arg-type]
+    def __init__(self, given: SampleContext | None = None, *, at_work: bool = True, pod: Pod | None = None) -> None:
+        super().__init__(pod or draft_pod(), given or context(), STATE)
         self.at_work = self.opened = at_work
-        self.overruled_logprobs = 0
         self.sent: list[draft_pb2.DraftRequest] = []
         self.aborted_by: Exception | None = None
         self.starves = False  # the draft reads features but gets none
 
-    def unfed(self, fingerprint: str) -> None:
-        return None
-
     def starved_since(self, since: float) -> bool:
         return self.starves
-
-    async def open(self, policy: draft_pb2.DraftPolicy) -> None:
-        pass
 
     def send(self, message: draft_pb2.DraftRequest) -> None:
         self.sent.append(message)
@@ -70,12 +63,8 @@ class Stream:
         return [message.WhichOneof("message") for message in self.sent]
 
 
-def is_closed(stream: Stream) -> bool:
-    return stream.pod.breaker.state == "closed"
-
-
-def session_over(stream: Stream, **fields: Any) -> DraftSession:
-    return DraftSession(cast("DraftStream", stream), context(**fields), STATE)
+def draft_pod() -> Pod:
+    return Pod("draft", SimpleNamespace())  # type: ignore[arg-type]
 
 
 def commit(**fields: Any) -> verifier_pb2.Commit:
@@ -91,26 +80,24 @@ OF_ANOTHER = {"offered": 4, "accepted": 1, "sources": [model_pb2.TOKEN_SOURCE_NG
 @pytest.mark.parametrize(("late", "why"), [(0, UselessError), (1, LaggingError)])
 def test_a_draft_without_an_accepted_candidate_is_given_up(late: int, why: type[Exception]) -> None:
     """Candidates of other proposers do not count for the draft."""
-    stream = Stream()
-    session = session_over(stream)
+    session = RecordingSession()
     wrong = commit(offered=4, undrafted_tokens=late)
     assert not any(session.on_commit(wrong) for _ in range(USELESS_AFTER_STEPS - 1))
-    assert stream.aborted_by is None
+    assert session.aborted_by is None
     assert not session.on_commit(wrong)
-    assert isinstance(stream.aborted_by, why)
+    assert isinstance(session.aborted_by, why)
 
 
 def test_steps_in_which_a_text_leaves_its_draft_alone_do_not_count() -> None:
     """The text retries its draft, for a few steps each time."""
-    stream = Stream()
-    session = session_over(stream)
+    session = RecordingSession()
     wrong, resting = commit(offered=4), commit(drafting_wanted=False)
     for _ in range(USELESS_AFTER_STEPS - 1):
         session.on_commit(wrong)
         session.on_commit(resting)
-    assert stream.aborted_by is None
+    assert session.aborted_by is None
     session.on_commit(wrong)
-    assert isinstance(stream.aborted_by, UselessError)
+    assert isinstance(session.aborted_by, UselessError)
 
 
 @pytest.mark.parametrize(("others_have_some", "starves"), [(False, False), (True, False), (False, True)])
@@ -118,99 +105,93 @@ async def test_only_a_draft_that_sends_nothing_to_anybody_is_left_alone_by_all(
     others_have_some: bool, starves: bool
 ) -> None:
     """Unless its verifier does not send it the features that it reads."""
-    streams = [Stream(at_work=False) for _ in range(FAILURES)]
-    pod = streams[0].pod
-    for stream in streams:
-        stream.pod, stream.starves = pod, starves
-        session = DraftSession(cast("DraftStream", stream), context(Peers(Pods(), failover_seconds=0.0)), STATE)
+    pod = draft_pod()
+    for _ in range(FAILURES):
+        session = RecordingSession(context(Peers(Pods(), failover_seconds=0.0)), at_work=False, pod=pod)
+        session.starves = starves
         session.on_commit(commit())
         if others_have_some:
             pod.candidates_at = time.monotonic()
         session.on_commit(commit())
-        assert isinstance(stream.aborted_by, LaggingError)
-        Drafting(context(), Sink())._note_end(cast("DraftStream", stream), stream.aborted_by)
-    assert is_closed(streams[0]) is (others_have_some or starves)
+        assert isinstance(session.aborted_by, LaggingError)
+        Drafting(context(), Sink())._note_end(session, session.aborted_by)
+    assert (pod.breaker.state == "closed") is (others_have_some or starves)
 
 
 def test_an_accepted_candidate_speaks_for_the_draft() -> None:
-    stream = Stream()
-    session = session_over(stream)
+    session = RecordingSession()
     for _ in range(3):
         assert not any(session.on_commit(commit(offered=4)) for _ in range(USELESS_AFTER_STEPS - 1))
         assert session.on_commit(commit(**ACCEPTED))
-    assert stream.aborted_by is None
+    assert session.aborted_by is None
 
 
 def test_what_another_proposer_guesses_neither_speaks_for_a_draft_nor_against_it() -> None:
-    stream = Stream()
-    stream.pod.breaker.failed(conclusive=True)
-    session = session_over(stream)
+    session = RecordingSession()
+    session.pod.breaker.failed(conclusive=True)
     for _ in range(USELESS_AFTER_STEPS - 1):
         session.on_commit(commit(**OF_ANOTHER))
-        assert stream.aborted_by is None
+        assert session.aborted_by is None
         session.on_commit(commit(offered=4))
     session.on_commit(commit(offered=4))
-    assert isinstance(stream.aborted_by, UselessError)
-    assert not is_closed(stream)
+    assert isinstance(session.aborted_by, UselessError)
+    assert session.pod.breaker.state != "closed"
     session.on_commit(commit(**ACCEPTED))
-    assert is_closed(stream)
+    assert session.pod.breaker.state == "closed"
 
 
 def test_a_verifier_that_wants_no_candidates_says_nothing_of_a_drafts_pod() -> None:
-    stream = Stream()
-    stream.pod.breaker.failed(conclusive=True)
-    assert session_over(stream).on_commit(commit(drafting_wanted=False))
-    assert not is_closed(stream)
+    session = RecordingSession()
+    session.pod.breaker.failed(conclusive=True)
+    assert session.on_commit(commit(drafting_wanted=False))
+    assert session.pod.breaker.state != "closed"
 
 
 @pytest.mark.parametrize(
-    ("stream", "fields", "rule"),
+    ("at_work", "fields", "rule"),
     [
-        (Stream(at_work=False), {}, Rule.COUPLED),  # the draft has not begun
-        (Stream(), {"drafting_wanted": False}, Rule.COUPLED),
-        (Stream(), {}, Rule.CONTRASTIVE),  # its distributions are used even if nothing is accepted
+        (False, {}, Rule.COUPLED),  # the draft has not begun
+        (True, {"drafting_wanted": False}, Rule.COUPLED),
+        (True, {}, Rule.CONTRASTIVE),  # its distributions are used even if nothing is accepted
     ],
 )
-def test_a_draft_that_cannot_be_judged_is_kept(stream: Stream, fields: dict[str, Any], rule: Rule) -> None:
-    session = session_over(stream, rule=rule)
+def test_a_draft_that_cannot_be_judged_is_kept(at_work: bool, fields: dict[str, Any], rule: Rule) -> None:
+    session = RecordingSession(context(rule=rule), at_work=at_work)
     for _ in range(2 * USELESS_AFTER_STEPS):
         session.on_commit(commit(**fields))
-    assert stream.aborted_by is None
+    assert session.aborted_by is None
 
 
 @pytest.mark.parametrize("failover_seconds", [0.0, 3600.0])
-async def test_a_draft_that_never_begins_is_given_up_in_the_end(failover_seconds: float) -> None:
+def test_a_draft_that_never_begins_is_given_up_in_the_end(failover_seconds: float) -> None:
     """The draft service answers, but its device hangs."""
-    stream = Stream(at_work=False)
-    given = context(Peers(Pods(), failover_seconds=failover_seconds))
-    session = DraftSession(cast("DraftStream", stream), given, STATE)
-    await session.open()
+    session = RecordingSession(context(Peers(Pods(), failover_seconds=failover_seconds)), at_work=False)
     session.on_commit(commit(drafting_wanted=False))  # no step waits for it
     session.on_commit(commit(drafting_wanted=False))
-    assert stream.aborted_by is None
+    assert session.aborted_by is None
     session.on_commit(commit())
     session.on_commit(commit())
-    assert isinstance(stream.aborted_by, LaggingError) is (failover_seconds == 0.0)
+    assert isinstance(session.aborted_by, LaggingError) is (failover_seconds == 0.0)
 
 
 def test_pauses_are_events_once_it_is_at_work() -> None:
     for at_work, counted in ((False, 0), (True, 1)):
         given = context()
-        session = DraftSession(cast("DraftStream", Stream(at_work)), given, STATE)
+        session = RecordingSession(given, at_work=at_work)
         for wanted in (True, False, False, True):
             session.on_commit(commit(drafting_wanted=wanted, accepted=1))
-        assert given.events.counts["draft_paused"] == given.events.counts["draft_resumed"] == counted
+        counts = given.timeline.failover_events
+        assert counts["draft_paused"] == counts["draft_resumed"] == counted
 
 
 def test_another_verifier_gets_all_candidates_and_takes_as_many_as_it_grants() -> None:
-    stream = Stream()
-    session = session_over(stream)
+    session = RecordingSession()
     spent = 2 * NODES + MESSAGES_A_COMMIT + NODES // 4
     for _ in range(2):
         for _ in range(spent):
             session.check(model_pb2.Extend(tokens=[5], parents=[0], logprob_bytes=b"0"))
         session.on_opened(STATE)
-    assert stream.kinds == ["resend", "resend"]
+    assert session.kinds == ["resend", "resend"]
     for _ in range(spent):
         session.check(model_pb2.Extend(tokens=[5], parents=[0], logprob_bytes=b"0"))
     with pytest.raises(FloodError):
@@ -227,28 +208,28 @@ def partial(
     return model_pb2.Extend(base=base, distributions=[row])
 
 
-def contrasted(stream: Stream, *asked: int) -> DraftSession:
+def contrasted(*asked: int) -> RecordingSession:
     """Return a session whose draft is asked about tokens, if any."""
-    session = session_over(stream, rule=Rule.CONTRASTIVE)
+    session = RecordingSession(context(rule=Rule.CONTRASTIVE))
     if asked:
         session.on_query(query_message(DraftQuery(3, np.array(asked))))
-        assert stream.kinds == ["query"]
+        assert session.kinds == ["query"]
     return session
 
 
 def test_a_draft_answers_what_it_was_asked() -> None:
-    session = contrasted(Stream(), 3, 9)
+    session = contrasted(3, 9)
     session.check(partial([4, 5], answer=False))  # sent before the query arrived
     session.check(partial([3, 9]))
     session.check(partial([4, 5], answer=False))
-    whole = contrasted(Stream())
+    whole = contrasted()
     whole.on_query(query_message(DraftQuery(3, None)))
     values = np.full(VOCABULARY, -1.0, dtype="<f2").tobytes()
     whole.check(model_pb2.Extend(base=3, distributions=[model_pb2.DraftDistribution(values=values, answer=True)]))
 
 
 def test_a_draft_with_a_smaller_vocabulary_answers_as_far_as_it_goes() -> None:
-    contrasted(Stream(), 3, VOCABULARY - 1).check(partial([3], vocabulary=VOCABULARY - 1))
+    contrasted(3, VOCABULARY - 1).check(partial([3], vocabulary=VOCABULARY - 1))
 
 
 @pytest.mark.parametrize(
@@ -265,13 +246,12 @@ def test_a_draft_with_a_smaller_vocabulary_answers_as_far_as_it_goes() -> None:
 )
 def test_a_draft_with_invalid_rows_is_given_up(message: model_pb2.Extend, why: str) -> None:
     with pytest.raises(InvalidDistributionError, match=why):
-        contrasted(Stream(), 3, 9).check(message)
+        contrasted(3, 9).check(message)
 
 
 def test_an_answer_for_another_verifier_is_a_row_like_others() -> None:
     """It may be in flight when the text moves, and arrive after the query of the next verifier."""
-    stream = Stream()
-    session = contrasted(stream, 3, 9)
+    session = contrasted(3, 9)
     session.on_opened(STATE)
     session.on_query(query_message(DraftQuery(3, np.array([3, 10]))))
     session.check(partial([3, 9]))
@@ -282,7 +262,7 @@ def test_an_answer_for_another_verifier_is_a_row_like_others() -> None:
 
 def test_an_answer_about_an_earlier_text_is_a_row_like_others() -> None:
     """The text goes on if a row that the draft resent suffices, while the draft's answer is in flight."""
-    session = contrasted(Stream(), 3, 9)
+    session = contrasted(3, 9)
     session.on_commit(verifier_pb2.Commit(committed=model_pb2.Committed(base=3, tokens=[5])))
     session.on_query(query_message(DraftQuery(4, np.array([2, 8]))))
     session.check(partial([3, 9]))
@@ -290,7 +270,7 @@ def test_an_answer_about_an_earlier_text_is_a_row_like_others() -> None:
 
 
 def test_a_drafts_vocabulary_does_not_change() -> None:
-    session = contrasted(Stream())
+    session = contrasted()
     session.check(partial([3], answer=False, vocabulary=VOCABULARY - 1))
     session.check(partial([4], answer=False, vocabulary=VOCABULARY - 1))
     with pytest.raises(InvalidDistributionError, match=f"has {VOCABULARY} tokens, it had {VOCABULARY - 1}"):
@@ -298,60 +278,57 @@ def test_a_drafts_vocabulary_does_not_change() -> None:
 
 
 def test_a_draft_that_does_not_answer_is_given_up() -> None:
-    stream = Stream()
-    fields: dict[str, Any] = {"rule": Rule.CONTRASTIVE}
-    given = context(Peers(Pods(), failover_seconds=0.0), **fields)
-    session = DraftSession(cast("DraftStream", stream), given, STATE)
+    session = RecordingSession(context(Peers(Pods(), failover_seconds=0.0), rule=Rule.CONTRASTIVE))
     session.on_query(query_message(DraftQuery(3, np.array([3, 9]))))
     for _ in range(2):
         session.on_awaited()
-    assert isinstance(stream.aborted_by, LaggingError)
-    assert "it has not answered a query" in str(stream.aborted_by)
+    assert isinstance(session.aborted_by, LaggingError)
+    assert "it has not answered a query" in str(session.aborted_by)
 
 
 def rows(count: int, width: int = 4, **fields: Any) -> model_pb2.Features:
     return model_pb2.Features(values=bytes(2 * width * count), **fields)
 
 
-def reading(width: int) -> DraftStream:
-    """Return a stream, without messages yet, to a draft that reads features."""
-    stream = DraftStream(Pod("draft", SimpleNamespace()), context())  # type: ignore[arg-type]
-    stream.features = draft_pb2.FeatureFormat(fingerprint="f", width=width)
-    return stream
+def reading(width: int) -> DraftSession:
+    """Return a session, without messages yet, at a draft that reads features."""
+    session = DraftSession(draft_pod(), context(), STATE)
+    session.features = draft_pb2.FeatureFormat(fingerprint="f", width=width)
+    return session
 
 
-def queued(stream: DraftStream) -> list[draft_pb2.DraftRequest]:
-    return [stream._outgoing.get_nowait() for _ in range(stream._outgoing.qsize())]
+def queued(session: DraftSession) -> list[draft_pb2.DraftRequest]:
+    return [session._outgoing.get_nowait() for _ in range(session._outgoing.qsize())]
 
 
 def test_features_go_to_a_draft_that_reads_them() -> None:
-    stream = reading(4)
-    DraftSession(stream, context(), STATE).on_features(rows(3, first=7))
-    (message,) = queued(stream)
+    session = reading(4)
+    session.on_features(rows(3, first=7))
+    (message,) = queued(session)
     assert message.features == rows(3, first=7)
     began = time.monotonic()
-    assert stream.starved_since(began)
-    stream.send_features(rows(3))
-    assert not stream.starved_since(began)
-    stream.features = None
-    assert not stream.starved_since(began)
-    queued(stream)
-    stream.send_features(rows(3))
-    assert not queued(stream)
+    assert session.starved_since(began)
+    session.on_features(rows(3))
+    assert not session.starved_since(began)
+    session.features = None
+    assert not session.starved_since(began)
+    queued(session)
+    session.on_features(rows(3))
+    assert not queued(session)
 
 
 @pytest.mark.parametrize("values", [b"", bytes(7), bytes(12)])
 def test_rows_that_are_not_whole_do_not_reach_it(values: bytes) -> None:
-    stream = reading(4)
-    stream.send_features(model_pb2.Features(values=values))
-    assert not queued(stream)
+    session = reading(4)
+    session.on_features(model_pb2.Features(values=values))
+    assert not queued(session)
 
 
 def test_a_draft_that_does_not_read_gets_no_more_features() -> None:
-    stream = reading(1 << 15)
+    session = reading(1 << 15)
     for first in range(1000):
-        stream.send_features(rows(4, 1 << 15, first=4 * first))
-    kept = queued(stream)
+        session.on_features(rows(4, 1 << 15, first=4 * first))
+    kept = queued(session)
     assert sum(len(message.features.values) for message in kept) == MAX_UNWRITTEN_FEATURES
-    stream.send(draft_pb2.DraftRequest(resend=draft_pb2.Resend()))  # other messages are still sent
-    assert len(queued(stream)) == 1
+    session.send(draft_pb2.DraftRequest(resend=draft_pb2.Resend()))  # other messages are still sent
+    assert len(queued(session)) == 1

@@ -180,7 +180,7 @@ async def test_a_lost_draft_is_replaced_when_one_is_wanted() -> None:
             await until(lambda: sink.extends)
             drafting.on_commit(commit())  # a commit that wants no draft
             draft.leave.set()
-            await until(lambda: text.events.counts["draft_lost"])
+            await until(lambda: text.timeline.failover_events["draft_lost"])
             await until(lambda: drafting._session is None)
             assert drafting._state.drafted  # as before the first draft
             assert draft.opened == 1
@@ -352,5 +352,5 @@ async def test_a_draft_that_reads_other_features_is_left_alone_by_this_text(at_o
             await until(lambda: sink.policies and model_pb2.DRAFTER_REMOTE not in sink.policies[-1].drafters)
         assert peers.drafts is not None
         assert [pod.breaker.state for pod in peers.drafts] == ["closed"]
-        assert not text.events.counts["draft_lost"]
+        assert not text.timeline.failover_events["draft_lost"]
         await peers.close()

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.generation.draft_session import DraftStream
+from orchestrator.generation.draft_session import DraftSession
+from orchestrator.generation.speculation_policy import SpeculationState
 from orchestrator.generation.verifier_stream import VerifierStream
 from orchestrator.pods.errors import LostError
 from orchestrator.pods.pods import Pods
@@ -22,7 +23,7 @@ from orchestrator.requests.sample import CommittedText
 from specdec.decoding.block_hashes import HASHED_TOKENS, block_hashes
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.messages import sampling_message
-from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, verifier_pb2, verifier_pb2_grpc
+from specdec.v2 import draft_pb2_grpc, generation_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.models import make
 from tests.orchestrator.samples import context, sample
 from tests.orchestrator.servers import addresses
@@ -75,10 +76,10 @@ async def test_every_opening_has_the_sampling_of_its_sample(tmp_path: Path) -> N
             given = replace(context(), sample=each, text=CommittedText(each), model=model)
             async with VerifierStream(pod, given, lambda: 1.0) as stream:
                 with pytest.raises(LostError):
-                    await stream.open(verifier_pb2.VerifyPolicy(), attempt=1, revision="")
-            async with DraftStream(draft_pod, given) as drafting:
+                    await stream.open(verifier_pb2.VerifyPolicy(), attempt=1, model_fingerprint="")
+            async with DraftSession(draft_pod, given, SpeculationState.initial(given)) as session:
                 with pytest.raises(LostError):
-                    await drafting.open(draft_pb2.DraftPolicy())
+                    await session.open()
         await pods.close()
     wanted = [sampling_message(each.sampling) for each in samples]
     assert [opening.sampling for opening in verifier.openings] == wanted

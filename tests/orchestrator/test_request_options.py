@@ -179,7 +179,7 @@ def test_what_the_text_includes(
                 steps=len(piece),
                 finish_reason=reason if index == len(pieces) - 1 else model_pb2.FINISH_REASON_UNSPECIFIED,
             )
-            response = transcript.take(commit)
+            response = transcript.add_commit(commit)
             assert response is not None
             told += response.text
             if response.HasField("finish"):

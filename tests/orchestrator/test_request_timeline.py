@@ -12,7 +12,6 @@ from orchestrator.requests.model import ServedModel
 from orchestrator.requests.parsing import parse
 from orchestrator.text.request_timeline import (
     MAX_EXPLANATION,
-    FailoverEvents,
     FailoverReason,
     SampleTimeline,
     record_parsed,
@@ -38,13 +37,13 @@ from tests.models import make
 )
 def test_a_pause_is_no_failover(reason: FailoverReason, event: str, level: str) -> None:
     timeline = Timeline()
-    events = FailoverEvents(SampleTimeline(timeline))
+    sample_timeline = SampleTimeline(timeline)
     with captured_logs() as logs:
-        events.record(reason, "a:1", "because")
+        sample_timeline.failover_event(reason, "a:1", "because")
     assert [(logged["event"], logged["log_level"], logged["reason"]) for logged in logs] == [(event, level, reason)]
     assert [happened.name for happened in timeline.events] == [event]
     assert timeline.attributes == {f"{'failovers' if event == 'failover' else 'drafting'}.{reason}": 1}
-    assert events.counts == {reason: 1}
+    assert sample_timeline.failover_events == {reason: 1}
 
 
 def transcript(**fields: Any) -> SampleTranscript:

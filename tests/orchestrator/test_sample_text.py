@@ -57,7 +57,7 @@ def commit_of(tokens: list[int], *, last: bool) -> verifier_pb2.Commit:
 
 def told(model: ServedModel, sample: Sample, tokens: list[int]) -> generation_pb2.GenerateResponse:
     """Return the response to a text whose tokens all come in one commit."""
-    response = SampleTranscript(sample, model, 0.0).take(commit_of(tokens, last=True))
+    response = SampleTranscript(sample, model, 0.0).add_commit(commit_of(tokens, last=True))
     assert response is not None
     assert "".join(response.token_texts) == response.reasoning + response.text
     assert response.reasoning_tokens == response.finish.usage.reasoning_tokens
@@ -121,10 +121,12 @@ def test_a_resumed_text_is_split_where_it_would_have_been(model: ServedModel) ->
     tokens = [OPEN, *thought, CLOSE, *answer]
     whole = told(model, sample_of(model, begun=False), tokens)
     for cut in range(1, len(tokens)):
-        first = SampleTranscript(sample_of(model, begun=False), model, 0.0).take(commit_of(tokens[:cut], last=False))
+        first = SampleTranscript(sample_of(model, begun=False), model, 0.0).add_commit(
+            commit_of(tokens[:cut], last=False)
+        )
         resumed = SampleTranscript(sample_of(model, begun=False, generated=tokens[:cut]), model, 0.0)
         asyncio.run(resumed.resume(BoundedThreads("resumed texts", 1, 1)))
-        rest = resumed.take(commit_of(tokens[cut:], last=True))
+        rest = resumed.add_commit(commit_of(tokens[cut:], last=True))
         assert first is not None
         assert rest is not None
         assert (first.reasoning + rest.reasoning, first.text + rest.text) == (whole.reasoning, whole.text)
@@ -137,7 +139,7 @@ def in_pieces(model: ServedModel, sample: Sample, tokens: list[int]) -> list[gen
     transcript = SampleTranscript(sample, model, 0.0)
     told = []
     for count, token in enumerate(tokens, 1):
-        response = transcript.take(commit_of([token], last=count == len(tokens)))
+        response = transcript.add_commit(commit_of([token], last=count == len(tokens)))
         if response is not None:
             told.append(response)
             if response.HasField("finish"):
@@ -207,7 +209,7 @@ def test_a_stop_string_that_is_a_special_token_is_an_end_token(model: ServedMode
     a, b = model.tokenizer.encode("ab", special=False)
     commit = commit_of([a, a, 1], last=True)
     commit.finish_reason = model_pb2.FINISH_REASON_STOP
-    ended = SampleTranscript(sample, model, 0.0).take(commit)
+    ended = SampleTranscript(sample, model, 0.0).add_commit(commit)
     assert ended is not None
     assert (ended.text, ended.finish.stop, len(ended.tokens)) == ("aa", "<s>", 3)
     found = told(model, sample, [a, b, a])
@@ -225,7 +227,7 @@ def test_a_stop_string_may_be_a_mark_of_reasoning(reasoning: ServedModel, stop: 
     tokens = [OPEN] if mark == OPEN else [OPEN, *thought, CLOSE]
     commit = commit_of(tokens, last=True)
     commit.finish_reason = model_pb2.FINISH_REASON_STOP
-    found = SampleTranscript(sample, reasoning, 0.0).take(commit)
+    found = SampleTranscript(sample, reasoning, 0.0).add_commit(commit)
     assert found is not None
     assert (found.finish.stop, found.reasoning, found.text) == (stop, "so" if mark == CLOSE else "", "")
     assert found.finish.usage.reasoning_tokens == len(tokens) - (mark == OPEN)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.generation.speculation_policy import FIRST_MIN_PROBABILITY, DraftControl, SpeculationState
+from orchestrator.generation.draft_control import DraftControl
+from orchestrator.generation.speculation_policy import FIRST_MIN_PROBABILITY, SpeculationState
 from specdec.decoding.sampling import Rule
 from specdec.decoding.speculation import (
     ALL_DRAFTERS,

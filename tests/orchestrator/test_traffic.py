@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from orchestrator.models.traffic import PART, choose, point_of
+from orchestrator.models import catalog
+from orchestrator.models.catalog import PART, point_of
 from specdec.v2 import generation_pb2
 
 
@@ -23,22 +25,27 @@ class Revision:
     ready: bool = True
 
 
+def by_share(revisions: Sequence[Any], point: float) -> Any:
+    """Choose among fakes: only a revision's share and readiness matter."""
+    return catalog.by_share(revisions, point)
+
+
 SHARES = st.lists(st.integers(0, 1000).map(float), min_size=1, max_size=5).filter(any)
 POINTS = st.floats(0, 1, exclude_max=True)
 
 
 @given(SHARES, POINTS)
 def test_a_revision_without_a_share_is_never_chosen(shares: list[float], point: float) -> None:
-    assert choose([Revision(i, share) for i, share in enumerate(shares)], point).share > 0
+    assert by_share([Revision(i, share) for i, share in enumerate(shares)], point).share > 0
 
 
 @given(SHARES, POINTS, st.data())
 def test_one_that_is_ready_is_chosen_if_there_is_one(shares: list[float], point: float, data: st.DataObject) -> None:
     revisions = [Revision(i, share, data.draw(st.booleans())) for i, share in enumerate(shares)]
-    chosen = choose(revisions, point)
+    chosen = by_share(revisions, point)
     assert chosen.share > 0
     assert chosen.ready or not any(each.ready for each in revisions if each.share)
-    everybody_ready = choose([Revision(each.name, each.share) for each in revisions], point)
+    everybody_ready = by_share([Revision(each.name, each.share) for each in revisions], point)
     if revisions[everybody_ready.name].ready:
         assert chosen.name == everybody_ready.name  # other revisions' states move no request
 
@@ -46,7 +53,7 @@ def test_one_that_is_ready_is_chosen_if_there_is_one(shares: list[float], point:
 @given(st.integers(0, 100), st.integers(0, 100), POINTS)
 def test_a_larger_share_takes_requests_and_gives_none_away(before: int, after: int, point: float) -> None:
     def taken(share: int) -> bool:
-        return choose([Revision(0, 101.0 - share), Revision(1, float(share))], point).name == 1
+        return by_share([Revision(0, 101.0 - share), Revision(1, float(share))], point).name == 1
 
     low, high = sorted((before, after))
     assert taken(high) or not taken(low)
@@ -56,7 +63,7 @@ def test_shares_are_met() -> None:
     """Requests without seeds are split at random; the false-alarm probability is 10^-6."""
     revisions = [Revision(0, 50.0), Revision(1, 0.0), Revision(2, 45.0), Revision(3, 5.0)]
     request = generation_pb2.GenerateRequest(text="hello")
-    found = Counter(choose(revisions, point_of(request)).name for _ in range(20_000))
+    found = Counter(by_share(revisions, point_of(request)).name for _ in range(20_000))
     assert set(found) == {0, 2, 3}
     assert chisquare([found[0], found[2], found[3]], [10_000, 9_000, 1_000]).pvalue > 1e-6
 
@@ -66,7 +73,7 @@ def test_what_is_not_ready_is_divided_by_share(order: tuple[int, ...]) -> None:
     """In any order of the revisions."""
     revisions = [Revision(0, 45.0, ready=False), Revision(1, 10.0), Revision(2, 45.0)]
     points = (number / 10_000 for number in range(10_000))
-    found = Counter(choose([revisions[number] for number in order], point).name for point in points)
+    found = Counter(by_share([revisions[number] for number in order], point).name for point in points)
     assert found[1] == pytest.approx(10_000 * 10 / 55, abs=5)
     assert found[0] == 0
 

@@ -40,7 +40,7 @@ def test_tokens_of_logprobs_are_spelt_whatever_the_verifier_says(tmp_path: Path)
         steps=len(tokens),
     )
     spelt = model.tokenizer.piece
-    response = transcript.take(commit)
+    response = transcript.add_commit(commit)
     assert response is not None
     assert b"".join(each.chosen_bytes for each in response.logprobs).strip() == b"hey"
     assert [list(each.top_bytes) for each in response.logprobs] == [[spelt(each), spelt(3)] for each in tokens]
@@ -57,7 +57,7 @@ def test_cached_tokens_are_the_prompts_alone(tmp_path: Path, found: int, counted
     )
     sample = parse(asked, model).samples[0]
     transcript = SampleTranscript(sample, model, 0.0)
-    transcript.take(
+    transcript.add_commit(
         verifier_pb2.Commit(
             committed=model_pb2.Committed(base=30, tokens=[5]),
             sources=[model_pb2.TOKEN_SOURCE_PLAIN],
@@ -76,7 +76,7 @@ def test_impossible_decisions_do_not_end_the_text(tmp_path: Path) -> None:
     commit = verifier_pb2.Commit(
         committed=model_pb2.Committed(tokens=[5]), sources=[model_pb2.TOKEN_SOURCE_PLAIN], steps=1, decisions=lie
     )
-    transcript.take(commit)
+    transcript.add_commit(commit)
     assert transcript.statistics.decisions.without == {"off": 2**64 - 1}
 
 
@@ -100,7 +100,7 @@ def test_rejected_candidates_are_spelt_and_end_with_the_text(tmp_path: Path, end
         offered=4,
         steps=len(tokens),
     )
-    response = transcript.take(commit)
+    response = transcript.add_commit(commit)
     assert response is not None
     assert [(each.position, each.depth) for each in response.rejected] == places[: 2 if ends else 4]
     assert {each.bytes for each in response.rejected} == {model.tokenizer.piece(tokens[0])}
@@ -115,7 +115,7 @@ def test_why_a_verifier_was_told_of_no_drafter(tmp_path: Path, speculation: str,
     asked = generation_pb2.GenerateRequest(text="abc", speculation=SPECULATIONS[speculation])
     transcript = SampleTranscript(parse(asked, model).samples[0], model, 0.0)
     for _ in range(2):
-        transcript.take(
+        transcript.add_commit(
             verifier_pb2.Commit(
                 committed=model_pb2.Committed(tokens=[5]),
                 sources=[model_pb2.TOKEN_SOURCE_PLAIN],
@@ -139,7 +139,7 @@ def test_decisions_of_a_texts_commits_are_summed(tmp_path: Path) -> None:
             finish_reason=reason,  # type: ignore[arg-type]
             decisions=decisions,
         )
-        response = transcript.take(commit)
+        response = transcript.add_commit(commit)
     assert response is not None
     assert response.finish.speculation.decisions == model_pb2.SpeculationDecisions(
         modes={"off": 2}, without={"row_cost": 2}, row_us=2000
@@ -179,7 +179,7 @@ async def test_a_finished_text_is_checked_for_what_no_grammar_enforces(
             steps=len(part),
             finish_reason=reason,
         )
-        response = transcript.take(commit)
+        response = transcript.add_commit(commit)
         assert response is not None
         assert response.finish.schema_check == (check if reason else generation_pb2.SchemaCheck())
     assert response is not None
@@ -227,7 +227,7 @@ async def test_only_what_the_grammar_constrains_is_checked(
         steps=len(tokens),
         finish_reason=model_pb2.FINISH_REASON_STOP if not last else model_pb2.FINISH_REASON_LENGTH,
     )
-    response = transcript.take(commit)
+    response = transcript.add_commit(commit)
     assert response is not None
     assert response.finish.stop == stop
     assert response.finish.schema_check == generation_pb2.SchemaCheck(ok=True)

@@ -167,10 +167,10 @@ async def test_a_text_without_a_token_may_begin_at_other_weights() -> None:
         pods = Pods([address], connect=grpc.aio.insecure_channel)
         verification = Verification(context(Peers(pods)))
         messages = verification.messages()
-        for revision in "ab":
+        for fingerprint in "ab":
             opened = await anext(messages)
             assert isinstance(opened, verifier_pb2.VerifyOpened)
-            assert verification.revision == opened.identity.model_fingerprint == revision
+            assert verification.model_fingerprint == opened.identity.model_fingerprint == fingerprint
             verifier.read.set()
         assert not verification.numerics_changed
         await messages.aclose()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from orchestrator.pods.watchdog import Watchdog
+from orchestrator.generation.peer_stream import Watchdog
 
 
 class Listener:

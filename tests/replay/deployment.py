@@ -24,7 +24,8 @@ import structlog
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftLimits, DraftServicer
-from orchestrator.generation.speculation_policy import DraftControl, first_min_probability
+from orchestrator.generation.draft_control import DraftControl
+from orchestrator.generation.speculation_policy import first_min_probability
 from specdec.engine.engine import Engine
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline

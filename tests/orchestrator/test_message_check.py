@@ -1,4 +1,4 @@
-"""Every valid commit is accepted, and every invalid one rejected."""
+"""Every valid message of a verifier is accepted, and every invalid one rejected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.requests.sample import CommittedText
-from orchestrator.text.commit_check import LEAST_FEATURE_BYTES, MAX_FED_BYTES, MAX_QUERIES, CommitCheck
+from orchestrator.text.message_check import LEAST_FEATURE_BYTES, MAX_FED_BYTES, MAX_QUERIES, MessageCheck
 from specdec.decoding.sampling import Rule
 from specdec.serving.validation import MAX_FEATURE_BYTES
 from specdec.v2 import model_pb2, verifier_pb2
@@ -48,7 +48,7 @@ def commit(generated: int, steps: list[tuple[list[int], int]], finish: int = NON
 def violation(found: Any, generated: int = 5, context: int = CONTEXT, **fields: Any) -> str:
     text = CommittedText(sample(**fields))
     text.add([9] * generated)
-    return CommitCheck(sample(**fields), MODEL, context).violation(found, text)
+    return MessageCheck(sample(**fields), MODEL, context).commit_violation(found, text)
 
 
 def overruled(position: int, token: int = 9) -> model_pb2.TargetLogprobs:
@@ -57,7 +57,7 @@ def overruled(position: int, token: int = 9) -> model_pb2.TargetLogprobs:
 
 def test_features_are_bounded_between_commits() -> None:
     text = CommittedText(sample())
-    check = CommitCheck(sample(), MODEL, CONTEXT)
+    check = MessageCheck(sample(), MODEL, CONTEXT)
     assert "they begin at position" in check.features_violation(model_pb2.Features(first=CONTEXT))
     part, small = model_pb2.Features(values=bytes(MAX_FEATURE_BYTES)), model_pb2.Features(values=b"ab")
     assert "they have 0 bytes, must have 1 to" in check.features_violation(model_pb2.Features())
@@ -66,7 +66,7 @@ def test_features_are_bounded_between_commits() -> None:
     for message, least in ((part, MAX_FEATURE_BYTES), (small, LEAST_FEATURE_BYTES)):
         assert not any(check.features_violation(message) for _ in range(MAX_FED_BYTES // least))
         assert "bytes without a commit" in check.features_violation(message)
-        assert not check.violation(commit(0, [([], 9)]), text)
+        assert not check.commit_violation(commit(0, [([], 9)]), text)
 
 
 ordinary = st.integers(10, VOCABULARY - 1)
@@ -235,7 +235,7 @@ def wrong_scores(found: Any, scored: int) -> str:
     asking = sample(prompt=LONG, prompt_logprobs=2)
     text = CommittedText(asking)
     text.scored = scored
-    return CommitCheck(asking, MODEL, CONTEXT).scores_violation(found, text)
+    return MessageCheck(asking, MODEL, CONTEXT).scores_violation(found, text)
 
 
 @pytest.mark.parametrize(("scored", "first"), [(0, 1), (1, 1), (17, 17), (29, 29)])
@@ -271,8 +271,8 @@ def test_no_token_comes_before_the_scores() -> None:
     first = commit(0, [([], 10)])
     for scored, problem in ((0, "before"), (2, "before"), (3, "")):
         text.scored = scored
-        assert problem in CommitCheck(asking, MODEL, CONTEXT).violation(first, text)
-    assert CommitCheck(asking, MODEL, CONTEXT).violation(first, text) == ""
+        assert problem in MessageCheck(asking, MODEL, CONTEXT).commit_violation(first, text)
+    assert MessageCheck(asking, MODEL, CONTEXT).commit_violation(first, text) == ""
 
 
 def rejected(position: int = 5, depth: int = 0, token: int = 9, source: int = DRAFT) -> Any:
@@ -316,8 +316,8 @@ def test_log_probabilities_for_a_draft_are_of_these_tokens(places: list[tuple[in
     found.committed.overruled.extend([overruled(len(PROMPT) + position, token) for position, token in places])
     text = CommittedText(sample())
     text.add([9] * 5)
-    assert (CommitCheck(sample(), MODEL, CONTEXT, ["a draft"]).violation(found, text) == "") is sound
-    assert CommitCheck(sample(), MODEL, CONTEXT).violation(found, text)
+    assert (MessageCheck(sample(), MODEL, CONTEXT, ["a draft"]).commit_violation(found, text) == "") is sound
+    assert MessageCheck(sample(), MODEL, CONTEXT).commit_violation(found, text)
 
 
 def query(base: int = len(PROMPT) + 5, gaps: Sequence[int] = ()) -> model_pb2.DraftQuery:
@@ -326,7 +326,7 @@ def query(base: int = len(PROMPT) + 5, gaps: Sequence[int] = ()) -> model_pb2.Dr
 
 def test_a_query_is_about_the_text_and_the_vocabulary() -> None:
     contrasted = sample(rule=Rule.CONTRASTIVE)
-    text, check = CommittedText(contrasted), CommitCheck(contrasted, MODEL, CONTEXT)
+    text, check = CommittedText(contrasted), MessageCheck(contrasted, MODEL, CONTEXT)
     text.add([9] * 5)
     for taken in (query(), query(gaps=[0, 1, VOCABULARY - 2])):
         assert check.query_violation(taken, text) == ""
@@ -337,7 +337,7 @@ def test_a_query_is_about_the_text_and_the_vocabulary() -> None:
 
 def test_queries_about_one_text_end() -> None:
     contrasted = sample(rule=Rule.CONTRASTIVE)
-    text, check = CommittedText(contrasted), CommitCheck(contrasted, MODEL, CONTEXT)
+    text, check = CommittedText(contrasted), MessageCheck(contrasted, MODEL, CONTEXT)
     for base in range(len(PROMPT), len(PROMPT) + 3):
         for _ in range(MAX_QUERIES):
             assert check.query_violation(query(base), text) == ""

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from orchestrator.tenants.account import Account
+from orchestrator.tenants.accounts import Account
 from orchestrator.tenants.file import Tenant
 from specdec.serving.errors import InvalidRequestError, TenantLimitError
 from specdec.wire.request_metadata import PROMPTS, prompts_in

@@ -1,9 +1,10 @@
-"""Coalesced responses hold exactly what the single ones held."""
+"""Joined responses hold exactly what the single ones held, also in the answer to Complete."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Sequence
 from contextlib import aclosing
 
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.text.coalesce import Responses, coalesced
+from orchestrator.text.responses import CompleteAnswer, Responses, coalesced
+from specdec.serving.errors import InvalidRequestError
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
 
 Response = generation_pb2.GenerateResponse
@@ -122,3 +124,40 @@ def test_who_stops_reading_ends_the_source() -> None:
 
     asyncio.run(read())
     assert closed == [True]
+
+
+def part(index: int, **fields: object) -> Response:
+    return Response(index=index, **fields)  # type: ignore[arg-type]
+
+
+def test_every_sample_has_its_own_text() -> None:
+    answer = CompleteAnswer(7, 2)
+    finish = generation_pb2.Finish(reason=model_pb2.FINISH_REASON_STOP)
+    answer.add(part(1, text="on", tokens=[1], resolved=generation_pb2.ResolvedRequest(max_tokens=9)))
+    answer.add(part(0, reasoning="h", reasoning_tokens=1, tokens=[2]))
+    answer.add(part(0, reasoning="m", reasoning_tokens=1, text="a", tokens=[3, 4], finish=finish))
+    answer.add(part(1, text="e", tokens=[5]))
+    found = answer.message()
+    assert (found.seed, found.resolved.max_tokens) == (7, 9)
+    first, second = found.completions
+    assert (first.reasoning, first.reasoning_tokens, first.text, list(first.tokens)) == ("hm", 2, "a", [2, 3, 4])
+    assert (second.reasoning, second.text, list(second.tokens)) == ("", "one", [1, 5])
+    assert (first.finish.reason, second.HasField("finish")) == (model_pb2.FINISH_REASON_STOP, False)
+
+
+def test_a_long_text_is_collected_in_time_linear_in_its_length() -> None:
+    """If each piece were appended to the message's string, this would take many seconds."""
+    answer, piece = CompleteAnswer(0, 1), part(0, text="x" * 200, tokens=[1])
+    begin = time.process_time()
+    for _ in range(40_000):
+        answer.add(piece)
+    assert len(answer.message().completions[0].text) == 200 * 40_000
+    assert time.process_time() - begin < 2
+
+
+def test_what_does_not_fit_a_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.text.responses.MAX_ANSWER_BYTES", 1 << 20)
+    answer = CompleteAnswer(0, 1)
+    answer.add(part(0, text="x" * (1 << 19)))
+    with pytest.raises(InvalidRequestError, match="max_tokens: the response is longer than 1 MiB"):
+        answer.add(part(0, text="x" * (1 << 19)))

@@ -47,7 +47,7 @@ MAX_QUERIES = 8
 step."""
 
 
-class CommitCheck:
+class MessageCheck:
     """Checks the messages of one session. `context_tokens`: the longest text its verifier has room for."""
 
     def __init__(
@@ -65,7 +65,7 @@ class CommitCheck:
         """Return the problem with a message about a text; empty if there is none."""
         match message:
             case verifier_pb2.Commit():
-                what, violation = "commit", self.violation(message, text)
+                what, violation = "commit", self.commit_violation(message, text)
             case verifier_pb2.PromptLogprobs():
                 what, violation = "log-probabilities of the prompt", self.scores_violation(message, text)
             case model_pb2.DraftQuery():
@@ -113,7 +113,7 @@ class CommitCheck:
             return f"they cover {count} tokens, must cover 1 to {most}"
         return self._wrong_numbers(scores.logprobs, self._sample.prompt_logprobs or 0)
 
-    def violation(self, commit: verifier_pb2.Commit, text: CommittedText) -> str:
+    def commit_violation(self, commit: verifier_pb2.Commit, text: CommittedText) -> str:
         """Return the first problem with a commit to a text; empty if there is none."""
         self._features = 0
         if text.unscored:

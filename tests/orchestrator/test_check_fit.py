@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.pods.errors import UnfitError
-from orchestrator.pods.fitness import check_fit
+from orchestrator.pods.errors import UnfitError, check_fit
 from specdec.serving.identity import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from specdec.v2 import model_pb2
 from tests.orchestrator.samples import MODEL
