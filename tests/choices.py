@@ -12,8 +12,7 @@ from specdec.decoding.choice import Tokens, choose
 from specdec.decoding.draft_logits import HostDraftLogits
 from specdec.decoding.noise import stream, token_words, word_gumbel
 from specdec.decoding.processing import Logits, adjusted, tempered
-from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
-from specdec.decoding.token_mask import TokenMask
+from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery, TokenMask
 from specdec.decoding.truncation import survivors
 
 

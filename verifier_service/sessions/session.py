@@ -13,9 +13,8 @@ from specdec.decoding import contrastive
 from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.ngrams import Tokens
-from specdec.decoding.query import PenaltyState
+from specdec.decoding.query import PenaltyState, TokenMask
 from specdec.decoding.sampling import Rule
-from specdec.decoding.token_mask import TokenMask
 from specdec.decoding.tree import NO_NODES, BestNodes, Node, Paths, TokenTree
 from specdec.engine.batch import Packer
 from specdec.engine.kv.blocks import BLOCK, BlockPool, BlockTable

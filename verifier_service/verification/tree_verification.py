@@ -19,9 +19,8 @@ from typing import NamedTuple
 from specdec.decoding.block_verification import ChainQuery
 from specdec.decoding.choice import Tokens
 from specdec.decoding.proposal import Proposal
-from specdec.decoding.query import SamplingQuery
+from specdec.decoding.query import SamplingQuery, TokenMask
 from specdec.decoding.sampling import Rule
-from specdec.decoding.token_mask import TokenMask
 from specdec.decoding.tree import Node
 from specdec.decoding.typical import TypicalCandidate, TypicalQuery
 from specdec.grammar.grammar import GrammarError
