@@ -14,8 +14,7 @@ import numpy as np
 
 from draft_service.children import Computed, chosen, give
 from draft_service.drafter import Drafter, ExpansionError
-from draft_service.expansion_width import Width
-from draft_service.pass_times import PassTimes
+from draft_service.pass_times import PassTimes, Width
 from draft_service.session import DrafterSession, RootMove
 from draft_service.translation import Translation
 from specdec.decoding.candidates import AskedRow
@@ -188,7 +187,7 @@ many tokens, so a paused draft never reads its text to the end, which would expa
 PROMPT_WIDTHS = 4
 """Rows of committed text in a pass that also expands other sessions, in multiples of the expansion width.
 
-If the measured width is the largest of `expansion_width.WIDTHS`, rows are so cheap that these at most about double the
+If the measured width is the largest of `pass_times.WIDTHS`, rows are so cheap that these at most about double the
 time of a pass. Below that, no such limit holds.
 """
 
