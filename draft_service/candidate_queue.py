@@ -49,12 +49,12 @@ they leave of its BYTES_A_TOKEN."""
 
 
 class Extension(NamedTuple):
-    """New candidates below a committed text of `base` tokens. `held`: seconds since the draft received that text; 0 if
-    the send timer has seen no commit yet."""
+    """New candidates below a committed text of `base` tokens. `base_age`: seconds since the draft received that text; 0
+    if the send timer has seen no commit yet."""
 
     base: int
     paths: Paths
-    held: float
+    base_age: float
 
 
 class CandidateQueue:

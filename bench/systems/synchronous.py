@@ -150,8 +150,8 @@ class VerifierSession(verifier_service.sessions.session.VerifierSession):
         """Committed tokens available for a step: all, except the root until the draft has answered."""
         return self.remaining_prompt + (self._answered == self.tree.base or not self.policy.remote)
 
-    def extend(self, base: int, paths: Paths, arrived: float, held: float = 0.0) -> None:
-        super().extend(base, paths, arrived, held)
+    def extend(self, base: int, paths: Paths, arrived: float, base_age: float = 0.0) -> None:
+        super().extend(base, paths, arrived, base_age)
         self._answered = base
 
 
