@@ -21,7 +21,7 @@ from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule
-from specdec.decoding.tree import Node, Paths, TokenTree, spell
+from specdec.decoding.tree import Node, Paths, TokenTree, paths_to
 
 DISTRIBUTIONS_A_MESSAGE = 4
 """Unsent whole distributions that make a message due immediately: each takes 256 KB for 128,000 tokens."""
@@ -258,7 +258,7 @@ class CandidateQueue:
         self._unsent = [node for node in self._unsent if id(node.parent) in behind]
         self._unsent_distributions = later
         self._timer.sent(now)
-        return Extension(self._tree.base, spell(nodes, rows), self._timer.base_age(now))
+        return Extension(self._tree.base, paths_to(nodes, rows), self._timer.base_age(now))
 
     def _first_rows(self) -> tuple[list[tuple[Node, DraftDistribution]], list[Node]]:
         """Return nodes with the part of their distribution to send, up to the message limit, and the remaining nodes
