@@ -90,7 +90,7 @@ class CandidateQueue:
     # --- input --------------------------------------------------------------------------------------
 
     def add(self, path_logprob: float, node: Node) -> None:
-        """Take a new node of the tree, or the first of siblings drawn together. Offer it if it is probable enough, the
+        """Add a new node of the tree, or the first of siblings drawn together. Offer it if it is probable enough, the
         byte budget is not used up, and at most `max_nodes` are offered, itself included; otherwise hold it back. The
         likeliest next token is always sent: a verifier may be waiting for it."""
         policy = self._policy
@@ -101,7 +101,7 @@ class CandidateQueue:
             self._hold_back(path_logprob, node)
 
     def add_distribution(self, node: Node) -> None:
-        """Take a node's new distribution over its children (CONTRASTIVE); it is sent unless the node is held back."""
+        """Add a node's new distribution over its children (CONTRASTIVE); it is sent unless the node is held back."""
         if node not in self._held_back:
             self._unsent_distributions.append(node)
 
@@ -199,7 +199,7 @@ class CandidateQueue:
 
     def _offer_best(self) -> None:
         """Offer the best of the nodes held back."""
-        _, node = self._held_back.take()
+        _, node = self._held_back.pop_best()
         self._held_nodes -= self._count_together(node)
         self._offer(node)
 
@@ -245,7 +245,7 @@ class CandidateQueue:
         nothing_sent = len(self._unsent) == self.offered
         return self._timer.next_send_at(now, policy.extend_interval, policy.round_trip, step, urgent=nothing_sent)
 
-    def take(self, now: float) -> Extension:
+    def pop_extension(self, now: float) -> Extension:
         """Return unsent nodes as one extension and mark them sent: distributions up to the message limit, and only the
         drawn nodes whose distribution is included."""
         self._all_unsent = False

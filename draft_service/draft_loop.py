@@ -72,10 +72,10 @@ class DraftLoop(EngineWorker[DrafterSession]):
             self.stats.guessed += len(move.followed)
             self.drafter.commit(session, move)
 
-    def take_features(self, session: DrafterSession, first: int, values: bytes) -> None:
-        """Take features of a session's text. Errors as in `Drafter.take_features`."""
+    def add_features(self, session: DrafterSession, first: int, values: bytes) -> None:
+        """Add features of a session's text. Errors as in `Drafter.add_features`."""
         if session in self._sessions:
-            self.drafter.take_features(session, first, values)
+            self.drafter.add_features(session, first, values)
 
     def detach(self, session: DrafterSession) -> None:
         """Forget a session, free its memory, and keep its text if `traffic` may; no-op for an unknown one."""
@@ -144,7 +144,7 @@ class DraftLoop(EngineWorker[DrafterSession]):
             if entry.responses.full:
                 wake = min(wake, now + READER_WAIT_SECONDS)
             elif due <= now:
-                extension = session.outgoing.take(now)
+                extension = session.outgoing.pop_extension(now)
                 self.stats.sent += len(extension.paths.tokens)
                 messages.append((entry.responses, partial(entry.message, extension)))
             else:

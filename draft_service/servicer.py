@@ -244,7 +244,7 @@ class DraftServicer(
             case "resend":
                 session.outgoing.resend()
             case "features":
-                self._loop.take_features(session, request.features.first, request.features.values)
+                self._loop.add_features(session, request.features.first, request.features.values)
             case "query":
                 session.ask(query_from(request.query, int(session.vocabulary / MIN_PART)))
 

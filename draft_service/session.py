@@ -191,16 +191,16 @@ class DrafterSession:
             path_logprob, node = self._frontier.best()
             if node.position <= deepest:
                 return path_logprob if path_logprob >= policy.min_logprob else -math.inf
-            self._too_deep.append(self._frontier.take())
+            self._too_deep.append(self._frontier.pop_best())
         return -math.inf
 
     def take_best(self) -> Node:
         """Remove the best node from the frontier and return it; it counts as expanded."""
-        _, node = self._frontier.take()
+        _, node = self._frontier.pop_best()
         self._expanded[node] = node.position - self.tree.root.position
         return node
 
-    def take(self, node: Node) -> bool:
+    def take_node(self, node: Node) -> bool:
         """Take a node from the frontier, whether or not it is the best; it counts as expanded. Return False if it is
         not on the frontier, or not worth expanding now."""
         policy, depth = self.policy, node.position - self.tree.root.position

@@ -361,9 +361,7 @@ class TestSpelling:
         assert len(made) == tree.size  # each node occurs once
 
     @given(trees(), st.data())
-    def test_nodes_come_with_their_ancestors_and_nothing_else(
-        self, tree: TokenTree, data: st.DataObject
-    ) -> None:
+    def test_nodes_come_with_their_ancestors_and_nothing_else(self, tree: TokenTree, data: st.DataObject) -> None:
         nodes = list(tree.root.walk())
         chosen = data.draw(st.lists(st.sampled_from(nodes), max_size=4) if nodes else st.just([]))
         paths = paths_to(chosen)
