@@ -36,11 +36,11 @@ class Transcript:
         self._tally = Tally()
         self._before_seconds = 0.0
 
-    def take(self, response: GenerateResponse | None) -> Chunk:
+    def record(self, response: GenerateResponse | None) -> Chunk:
         """Record a response and return its chunk; ServerError if it is invalid."""
-        return read(self._take, response)
+        return read(self._record, response)
 
-    def _take(self, response: GenerateResponse) -> Chunk:
+    def _record(self, response: GenerateResponse) -> Chunk:
         if response.HasField("seed"):
             self._request.sampling.seed = response.seed
         if response.model_fingerprint:
