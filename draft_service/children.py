@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from draft_service.session import DrafterSession
 from specdec.decoding import contrastive, rejection
 from specdec.decoding.calibration import corrected
-from specdec.decoding.candidates import AskedRow, Candidates, draft_candidates
+from specdec.decoding.candidates import Candidates, QueriedRow, draft_candidates
 from specdec.decoding.draft_logits import DraftLogits
 from specdec.decoding.processing import MAX_ABS_LOGIT, Logits
 from specdec.decoding.proposal import DraftDistribution, Proposal
@@ -27,7 +27,7 @@ class Computed(NamedTuple):
 
     session: DrafterSession
     node: Node
-    row: AskedRow
+    row: QueriedRow
 
 
 class Chosen(NamedTuple):

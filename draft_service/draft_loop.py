@@ -115,17 +115,17 @@ class DraftLoop(EngineWorker[DrafterSession]):
     def _expand(self, runnable: list[DrafterSession]) -> None:
         """Expand sessions, the best first. After a failed step, its sessions are expanded one at a time."""
         retried = self._retry.next(runnable)
-        asked = runnable if retried is None else [retried]
+        sessions = runnable if retried is None else [retried]
         try:
-            failed = self.drafter.expand(asked)
+            failed = self.drafter.expand(sessions)
         except ExpansionError as error:  # the whole step is void; its sessions are retried
-            self.step_failed(error.sessions or asked, error.cause)
+            self.step_failed(error.sessions or sessions, error.cause)
             return
         except Exception as error:  # a bug in the drafter: the faulty session is unknown
-            self.step_failed(asked, error)
+            self.step_failed(sessions, error)
             return
         self.steps += 1
-        self.step_succeeded(asked)
+        self.step_succeeded(sessions)
         for session, why in failed.items():
             log.error("session_failed", exc_info=why)
             self.end_session(session, why)

@@ -24,7 +24,7 @@ from torch import Tensor
 from draft_service.children import Computed, chosen, give
 from draft_service.drafter import Drafter, ExpansionError, FeatureFormat
 from draft_service.session import DrafterSession, RootMove
-from specdec.decoding.candidates import AskedRow, with_confidence
+from specdec.decoding.candidates import QueriedRow, with_confidence
 from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node
 from specdec.engine.heads.fusion import from_bytes
@@ -228,7 +228,7 @@ class HeadsDrafter(Drafter):
                     # The root may already have children, guessed from earlier rows while it was a candidate.
                     if session.take_node(node) if depth else session.take_root():
                         taken.append((session, node))
-                        row = AskedRow(number * own + min(place, own - 1), session.query(node), session.vocabulary)
+                        row = QueriedRow(number * own + min(place, own - 1), session.query(node), session.vocabulary)
                         computed.append(Computed(session, node, row))
                         places.append((number, place))
             if computed:

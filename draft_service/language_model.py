@@ -17,7 +17,7 @@ from draft_service.drafter import Drafter, ExpansionError
 from draft_service.pass_times import PassTimes, Width
 from draft_service.session import DrafterSession, RootMove
 from draft_service.translation import Translation
-from specdec.decoding.candidates import AskedRow
+from specdec.decoding.candidates import QueriedRow
 from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
@@ -157,7 +157,7 @@ class ModelSession:
     def computed(self) -> list[Computed]:
         """Return the nodes of the planned pass with their rows of logits."""
         session, planned = self.session, zip(self._planned, self._wanted, strict=True)
-        rows = [(node, AskedRow(row, session.query(node), session.vocabulary)) for node, row in planned]
+        rows = [(node, QueriedRow(row, session.query(node), session.vocabulary)) for node, row in planned]
         return [Computed(session, node, row) for node, row in rows]
 
     def forget_plan(self) -> None:

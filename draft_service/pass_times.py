@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.decoding.candidates import AskedRow, draft_candidates
+from specdec.decoding.candidates import QueriedRow, draft_candidates
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import Packer
@@ -90,7 +90,7 @@ def measured_width(engine: Engine, context: int, branches: int) -> Width:
     forward = draft_pass_of(engine)
 
     def choose(packer: Packer) -> None:
-        rows = [AskedRow(row, SAMPLED, engine.vocabulary) for row in range(len(packer.wanted))]
+        rows = [QueriedRow(row, SAMPLED, engine.vocabulary) for row in range(len(packer.wanted))]
         draft_candidates(forward(packer.pack()), rows, branches)
 
     def seconds(rows: int) -> float:

@@ -207,7 +207,7 @@ class VerifierSession:
         `plausible` tokens. Until the answer arrives, the session waits as for a first distribution (CONTRASTIVE)."""
         root, before = self.tree.root, None if self._query is None else self._query.ids
         assert root.distribution is not None
-        ids = contrastive.asked_ids(plausible, before, root.distribution.size)
+        ids = contrastive.ids_to_query(plausible, before, root.distribution.size)
         self._query, root.distribution = DraftQuery(self.tree.base, ids), None
         self._best_nodes = None
         return self._query
