@@ -13,11 +13,11 @@ with needed_by("draft", "draft"):
     import structlog
     import typer
 
-    from draft_service import expansion_width
     from draft_service.draft_loop import DraftLoop
     from draft_service.forgotten import Forgotten
     from draft_service.language_model import LanguageModelDrafter
     from draft_service.learning_servicer import MIN_KEY_CHARACTERS, Learning
+    from draft_service.pass_times import measured_width
     from draft_service.request import MIN_PROBABILITY, ExpansionPolicy
     from draft_service.servicer import DraftLimits, DraftServicer
     from draft_service.traffic import MAX_KEPT_TOKENS, Traffic
@@ -306,7 +306,7 @@ def language_model_servicer(
     target, translation = translated(directory, target_tokenizer)
     identity.tokenizer_fingerprint, identity.vocabulary_size = target.tokenizer_fingerprint, target.vocabulary
     branches = limits.defaults.max_branches
-    width = expansion_width.measured(loaded, directory.context, branches)
+    width = measured_width(loaded, directory.context, branches)
     log.info("expansion_width", nodes_of_a_session_in_a_step=width.of_session, nodes_in_a_step=width.of_all)
     drafter = LanguageModelDrafter.of(loaded, width, translation=translation, context=directory.context)
     versioned = None

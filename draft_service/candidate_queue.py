@@ -21,7 +21,7 @@ from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule
-from specdec.decoding.tree import Node, Paths, TokenTree, spell
+from specdec.decoding.tree import Node, Paths, TokenTree, paths_to
 
 DISTRIBUTIONS_A_MESSAGE = 4
 """Unsent whole distributions that make a message due immediately: each takes 256 KB for 128,000 tokens."""
@@ -49,12 +49,12 @@ they leave of its BYTES_A_TOKEN."""
 
 
 class Extension(NamedTuple):
-    """New candidates below a committed text of `base` tokens. `held`: seconds since the draft received that text; 0 if
-    the send timer has seen no commit yet."""
+    """New candidates below a committed text of `base` tokens. `base_age`: seconds since the draft received that text; 0
+    if the send timer has seen no commit yet."""
 
     base: int
     paths: Paths
-    held: float
+    base_age: float
 
 
 class CandidateQueue:
@@ -90,7 +90,7 @@ class CandidateQueue:
     # --- input --------------------------------------------------------------------------------------
 
     def add(self, path_logprob: float, node: Node) -> None:
-        """Take a new node of the tree, or the first of siblings drawn together. Offer it if it is probable enough, the
+        """Add a new node of the tree, or the first of siblings drawn together. Offer it if it is probable enough, the
         byte budget is not used up, and at most `max_nodes` are offered, itself included; otherwise hold it back. The
         likeliest next token is always sent: a verifier may be waiting for it."""
         policy = self._policy
@@ -101,7 +101,7 @@ class CandidateQueue:
             self._hold_back(path_logprob, node)
 
     def add_distribution(self, node: Node) -> None:
-        """Take a node's new distribution over its children (CONTRASTIVE); it is sent unless the node is held back."""
+        """Add a node's new distribution over its children (CONTRASTIVE); it is sent unless the node is held back."""
         if node not in self._held_back:
             self._unsent_distributions.append(node)
 
@@ -199,7 +199,7 @@ class CandidateQueue:
 
     def _offer_best(self) -> None:
         """Offer the best of the nodes held back."""
-        _, node = self._held_back.take()
+        _, node = self._held_back.pop_best()
         self._held_nodes -= self._count_together(node)
         self._offer(node)
 
@@ -245,7 +245,7 @@ class CandidateQueue:
         nothing_sent = len(self._unsent) == self.offered
         return self._timer.next_send_at(now, policy.extend_interval, policy.round_trip, step, urgent=nothing_sent)
 
-    def take(self, now: float) -> Extension:
+    def pop_extension(self, now: float) -> Extension:
         """Return unsent nodes as one extension and mark them sent: distributions up to the message limit, and only the
         drawn nodes whose distribution is included."""
         self._all_unsent = False
@@ -258,7 +258,7 @@ class CandidateQueue:
         self._unsent = [node for node in self._unsent if id(node.parent) in behind]
         self._unsent_distributions = later
         self._timer.sent(now)
-        return Extension(self._tree.base, spell(nodes, rows), self._timer.base_age(now))
+        return Extension(self._tree.base, paths_to(nodes, rows), self._timer.base_age(now))
 
     def _first_rows(self) -> tuple[list[tuple[Node, DraftDistribution]], list[Node]]:
         """Return nodes with the part of their distribution to send, up to the message limit, and the remaining nodes

@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from draft_service.session import DrafterSession, add_children
+import numpy as np
+from numpy.typing import NDArray
+
+from draft_service.session import DrafterSession
 from specdec.decoding import contrastive, rejection
-from specdec.decoding.candidates import AskedRow, Candidates, draft_candidates
+from specdec.decoding.calibration import corrected
+from specdec.decoding.candidates import Candidates, QueriedRow, draft_candidates
 from specdec.decoding.draft_logits import DraftLogits
 from specdec.decoding.processing import MAX_ABS_LOGIT, Logits
 from specdec.decoding.proposal import DraftDistribution, Proposal
@@ -23,7 +27,7 @@ class Computed(NamedTuple):
 
     session: DrafterSession
     node: Node
-    row: AskedRow
+    row: QueriedRow
 
 
 class Chosen(NamedTuple):
@@ -66,6 +70,21 @@ def give(children: Chosen) -> dict[DrafterSession, Exception]:
     if children.candidates is not None:
         nodes = [(session, node) for session, node, _ in children.expanded]
         failed |= add_children(nodes, children.candidates.tokens, children.candidates.logprobs)
+    return failed
+
+
+def add_children(
+    nodes: Sequence[tuple[DrafterSession, Node]], tokens: NDArray[np.int64], logprobs: NDArray[np.float64]
+) -> dict[DrafterSession, Exception]:
+    """Add children to nodes of sessions: tokens and logprobs, [n, width] each, the likeliest first, padded with a
+    logprob of -inf. Return the sessions that cannot continue, with the reason."""
+    failed: dict[DrafterSession, Exception] = {}
+    calibrated = corrected([session.shifts(node) for session, node in nodes], logprobs)
+    for (session, node), own_tokens, own_logprobs in zip(nodes, tokens.tolist(), calibrated.tolist(), strict=True):
+        try:
+            session.add_calibrated(node, own_tokens, own_logprobs)
+        except Exception as error:  # one session's error does not end the others
+            failed[session] = error
     return failed
 
 

@@ -72,10 +72,10 @@ class DraftLoop(EngineWorker[DrafterSession]):
             self.stats.guessed += len(move.followed)
             self.drafter.commit(session, move)
 
-    def take_features(self, session: DrafterSession, first: int, values: bytes) -> None:
-        """Take features of a session's text. Errors as in `Drafter.take_features`."""
+    def add_features(self, session: DrafterSession, first: int, values: bytes) -> None:
+        """Add features of a session's text. Errors as in `Drafter.add_features`."""
         if session in self._sessions:
-            self.drafter.take_features(session, first, values)
+            self.drafter.add_features(session, first, values)
 
     def detach(self, session: DrafterSession) -> None:
         """Forget a session, free its memory, and keep its text if `traffic` may; no-op for an unknown one."""
@@ -115,17 +115,17 @@ class DraftLoop(EngineWorker[DrafterSession]):
     def _expand(self, runnable: list[DrafterSession]) -> None:
         """Expand sessions, the best first. After a failed step, its sessions are expanded one at a time."""
         retried = self._retry.next(runnable)
-        asked = runnable if retried is None else [retried]
+        sessions = runnable if retried is None else [retried]
         try:
-            failed = self.drafter.expand(asked)
+            failed = self.drafter.expand(sessions)
         except ExpansionError as error:  # the whole step is void; its sessions are retried
-            self.step_failed(error.sessions or asked, error.cause)
+            self.step_failed(error.sessions or sessions, error.cause)
             return
         except Exception as error:  # a bug in the drafter: the faulty session is unknown
-            self.step_failed(asked, error)
+            self.step_failed(sessions, error)
             return
         self.steps += 1
-        self.step_succeeded(asked)
+        self.step_succeeded(sessions)
         for session, why in failed.items():
             log.error("session_failed", exc_info=why)
             self.end_session(session, why)
@@ -144,7 +144,7 @@ class DraftLoop(EngineWorker[DrafterSession]):
             if entry.responses.full:
                 wake = min(wake, now + READER_WAIT_SECONDS)
             elif due <= now:
-                extension = session.outgoing.take(now)
+                extension = session.outgoing.pop_extension(now)
                 self.stats.sent += len(extension.paths.tokens)
                 messages.append((entry.responses, partial(entry.message, extension)))
             else:

@@ -58,8 +58,8 @@ class Drafter(ABC):
     def commit(self, session: DrafterSession, move: RootMove) -> None:  # noqa: B027 -- the tree may suffice
         """Follow a commit: the root of the session's tree has moved."""
 
-    def take_features(self, session: DrafterSession, first: int, values: bytes) -> None:
-        """Take features of a session's text, starting at position `first`. They arrive before the commit of the token
+    def add_features(self, session: DrafterSession, first: int, values: bytes) -> None:
+        """Add features of a session's text, starting at position `first`. They arrive before the commit of the token
         after them. ValueError unless they are one or more whole rows."""
         raise ValueError("this draft reads no features")
 

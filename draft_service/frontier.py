@@ -35,7 +35,7 @@ class Frontier:
         negative, _, node = self._heap[0]
         return -negative - self._passed, node
 
-    def take(self) -> tuple[float, Node]:
+    def pop_best(self) -> tuple[float, Node]:
         """Remove the best node; return (path logprob, node)."""
         negative, _, node = heapq.heappop(self._heap)
         return -negative - self._passed, node

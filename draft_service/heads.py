@@ -24,7 +24,7 @@ from torch import Tensor
 from draft_service.children import Computed, chosen, give
 from draft_service.drafter import Drafter, ExpansionError, FeatureFormat
 from draft_service.session import DrafterSession, RootMove
-from specdec.decoding.candidates import AskedRow, with_confidence
+from specdec.decoding.candidates import QueriedRow, with_confidence
 from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node
 from specdec.engine.heads.fusion import from_bytes
@@ -53,8 +53,8 @@ class FedText:
     grown: int = 0  # length of the text when its tree last grew
     turn: int = 0  # number of the group in which its tree last grew
 
-    def take(self, first: int, rows: Tensor) -> None:
-        """Take rows at consecutive positions. Known rows are skipped; after a gap, earlier rows not read yet are
+    def add(self, first: int, rows: Tensor) -> None:
+        """Add rows at consecutive positions. Known rows are skipped; after a gap, earlier rows not read yet are
         dropped."""
         known = self.end - first
         if known > 0:
@@ -116,10 +116,10 @@ class HeadsDrafter(Drafter):
     def open(self, session: DrafterSession) -> None:
         self._texts[session] = FedText(TextSlots(self._reader.memory))
 
-    def take_features(self, session: DrafterSession, first: int, values: bytes) -> None:
+    def add_features(self, session: DrafterSession, first: int, values: bytes) -> None:
         rows = from_bytes(values, self.features.width)
         end = min(session.end, session.tree.base + MAX_AHEAD)  # end of the rows that a tree of this text may read
-        self._texts[session].take(first, rows[: max(0, end - first)])
+        self._texts[session].add(first, rows[: max(0, end - first)])
         self._prune(session)
 
     def commit(self, session: DrafterSession, move: RootMove) -> None:
@@ -226,9 +226,9 @@ class HeadsDrafter(Drafter):
             for number, (session, level) in enumerate(zip(group, levels, strict=True)):
                 for place, node in enumerate(level.nodes if depth < depths[number] else ()):
                     # The root may already have children, guessed from earlier rows while it was a candidate.
-                    if session.take(node) if depth else session.take_root():
+                    if session.take_node(node) if depth else session.take_root():
                         taken.append((session, node))
-                        row = AskedRow(number * own + min(place, own - 1), session.query(node), session.vocabulary)
+                        row = QueriedRow(number * own + min(place, own - 1), session.query(node), session.vocabulary)
                         computed.append(Computed(session, node, row))
                         places.append((number, place))
             if computed:

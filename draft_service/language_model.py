@@ -14,11 +14,10 @@ import numpy as np
 
 from draft_service.children import Computed, chosen, give
 from draft_service.drafter import Drafter, ExpansionError
-from draft_service.expansion_width import Width
-from draft_service.pass_times import PassTimes
+from draft_service.pass_times import PassTimes, Width
 from draft_service.session import DrafterSession, RootMove
 from draft_service.translation import Translation
-from specdec.decoding.candidates import AskedRow
+from specdec.decoding.candidates import QueriedRow
 from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
@@ -158,7 +157,7 @@ class ModelSession:
     def computed(self) -> list[Computed]:
         """Return the nodes of the planned pass with their rows of logits."""
         session, planned = self.session, zip(self._planned, self._wanted, strict=True)
-        rows = [(node, AskedRow(row, session.query(node), session.vocabulary)) for node, row in planned]
+        rows = [(node, QueriedRow(row, session.query(node), session.vocabulary)) for node, row in planned]
         return [Computed(session, node, row) for node, row in rows]
 
     def forget_plan(self) -> None:
@@ -188,7 +187,7 @@ many tokens, so a paused draft never reads its text to the end, which would expa
 PROMPT_WIDTHS = 4
 """Rows of committed text in a pass that also expands other sessions, in multiples of the expansion width.
 
-If the measured width is the largest of `expansion_width.WIDTHS`, rows are so cheap that these at most about double the
+If the measured width is the largest of `pass_times.WIDTHS`, rows are so cheap that these at most about double the
 time of a pass. Below that, no such limit holds.
 """
 

@@ -210,7 +210,7 @@ class DraftServicer(
                 timeline.event("version", version="" if version is None else version.name)
             timeline.add(messages=1, candidates=len(extension.paths.tokens))
             extend = paths_message(extension.base, extension.paths)
-            extend.base_age_us = min(int(1e6 * extension.held), MAX_AGE_US)
+            extend.base_age_us = min(int(1e6 * extension.base_age), MAX_AGE_US)
             return draft_pb2.DraftResponse(extend=extend)
 
         self._loop.attach(ServedSession(session, responses, message))
@@ -244,7 +244,7 @@ class DraftServicer(
             case "resend":
                 session.outgoing.resend()
             case "features":
-                self._loop.take_features(session, request.features.first, request.features.values)
+                self._loop.add_features(session, request.features.first, request.features.values)
             case "query":
                 session.ask(query_from(request.query, int(session.vocabulary / MIN_PART)))
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from draft_service.candidate_queue import CandidateQueue
 from draft_service.frontier import Frontier
@@ -192,16 +191,16 @@ class DrafterSession:
             path_logprob, node = self._frontier.best()
             if node.position <= deepest:
                 return path_logprob if path_logprob >= policy.min_logprob else -math.inf
-            self._too_deep.append(self._frontier.take())
+            self._too_deep.append(self._frontier.pop_best())
         return -math.inf
 
     def take_best(self) -> Node:
         """Remove the best node from the frontier and return it; it counts as expanded."""
-        _, node = self._frontier.take()
+        _, node = self._frontier.pop_best()
         self._expanded[node] = node.position - self.tree.root.position
         return node
 
-    def take(self, node: Node) -> bool:
+    def take_node(self, node: Node) -> bool:
         """Take a node from the frontier, whether or not it is the best; it counts as expanded. Return False if it is
         not on the frontier, or not worth expanding now."""
         policy, depth = self.policy, node.position - self.tree.root.position
@@ -341,18 +340,3 @@ class DrafterSession:
         if child is not None and child.position < self.end - 1 and token not in self.request.end_tokens:
             self._frontier.add(path_logprob, child)
         return child
-
-
-def add_children(
-    nodes: Sequence[tuple[DrafterSession, Node]], tokens: NDArray[np.int64], logprobs: NDArray[np.float64]
-) -> dict[DrafterSession, Exception]:
-    """Add children to nodes of sessions: tokens and logprobs, [n, width] each, the likeliest first, padded with a
-    logprob of -inf. Return the sessions that cannot continue, with the reason."""
-    failed: dict[DrafterSession, Exception] = {}
-    calibrated = corrected([session.shifts(node) for session, node in nodes], logprobs)
-    for (session, node), own_tokens, own_logprobs in zip(nodes, tokens.tolist(), calibrated.tolist(), strict=True):
-        try:
-            session.add_calibrated(node, own_tokens, own_logprobs)
-        except Exception as error:  # one session's error does not end the others
-            failed[session] = error
-    return failed

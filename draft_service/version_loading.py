@@ -18,9 +18,8 @@ from typing import Literal
 import numpy as np
 import structlog
 
-from draft_service import expansion_width
 from draft_service.language_model import LanguageModelDrafter
-from draft_service.pass_times import PassTimes
+from draft_service.pass_times import WIDTHS, PassTimes, measured_width
 from draft_service.translation import Translation
 from draft_service.version_folder import FoundVersion
 from specdec.decoding.draft_logits import DraftLogits, Shortlists
@@ -50,7 +49,7 @@ BESIDE = 2.0
 """Factor on the slowdown limit at loading: a version is measured while the serving version runs passes on the same
 cores. On trial, the two take turns, so the limit applies without this factor."""
 
-NODES = expansion_width.WIDTHS[0]
+NODES = WIDTHS[0]
 """Nodes of the passes whose times are compared."""
 
 
@@ -171,7 +170,7 @@ class VersionLoader:
     def _loaded(self, directory: ModelDirectory, expected: Callable[[int], float] | None) -> LoadedVersion:
         engine = load_engine(directory, self.placement, threads=(self.threads,))
         check_logits(engine)
-        width = expansion_width.measured(engine, directory.context, self.branches)
+        width = measured_width(engine, directory.context, self.branches)
         if expected is not None:
             _check_speed(width.seconds[NODES], expected(NODES), self.max_slowdown)
         watched = CheckedPass(draft_pass_of(engine))

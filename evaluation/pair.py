@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-from draft_service import expansion_width
+from draft_service.pass_times import Width, measured_width
 from draft_service.request import ExpansionPolicy
 from evaluation.pace import Pace
 from orchestrator.requests.model import ServedModel
@@ -87,6 +87,6 @@ class Pair:
         return LoadedModel(self.draft.directory, self._target_options, self._kv_tokens)
 
     @cached_property
-    def width(self) -> expansion_width.Width:
+    def width(self) -> Width:
         """The number of nodes that a draft service computes in a pass."""
-        return expansion_width.measured(self.draft.engine, self.draft.directory.context, ExpansionPolicy().max_branches)
+        return measured_width(self.draft.engine, self.draft.directory.context, ExpansionPolicy().max_branches)

@@ -29,7 +29,7 @@ from specdec.exit_status import how_it_ended
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.process.listening import bound, joined
 from specdec.serving.process.restarts import Restarts
-from specdec.serving.process.server import STOP_SIGNALS, ServerSettings, StartError, announce, stop_asked_for
+from specdec.serving.process.server import STOP_SIGNALS, ServerSettings, StartError, announce, stop_event
 from specdec.serving.tracing.servicer import TraceServicer
 
 log = structlog.get_logger()
@@ -83,7 +83,7 @@ async def supervise(settings: ServerSettings, count: int) -> None:
 
     Prints one line `ready HOST:PORT` on stdout once all of them are ready.
     """
-    stop = stop_asked_for(settings)
+    stop = stop_event(settings)
 
     # 1. Bind the port exclusively first, so that a port shared by other programs counts as taken. Then hold it while
     # there are workers.

@@ -7,13 +7,12 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.decoding.candidates import AskedRow, draft_candidates
+from specdec.decoding.candidates import QueriedRow, draft_candidates
 from specdec.decoding.choice import Tokens, choose
 from specdec.decoding.draft_logits import HostDraftLogits
 from specdec.decoding.noise import stream, token_words, word_gumbel
 from specdec.decoding.processing import Logits, adjusted, tempered
-from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
-from specdec.decoding.token_mask import TokenMask
+from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery, TokenMask
 from specdec.decoding.truncation import survivors
 
 
@@ -64,6 +63,6 @@ def gumbel(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float
 
 def candidates(row: NDArray[np.float32], query: SamplingQuery, width: int) -> tuple[list[int], list[float]]:
     """Return the candidates of one row and their logprobs."""
-    found = draft_candidates(HostDraftLogits(row[None]), [AskedRow(0, query, len(row))], width)
+    found = draft_candidates(HostDraftLogits(row[None]), [QueriedRow(0, query, len(row))], width)
     count = int(np.count_nonzero(found.logprobs > -np.inf))
     return found.tokens[0, :count].tolist(), found.logprobs[0, :count].tolist()

@@ -40,6 +40,7 @@ RETIRED = {
     "pod_back": "breaker_closed",
     "trial_process_does_not_start": "trial_process_start_failed",
     # in code
+    "AskedRow": "QueriedRow",
     "Attached": "RunningSession",
     "Chooser": "RequestSampler",
     "CommitCheck": "MessageCheck",

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bench import markdown
 from bench.arguments import limit, parser_of, whole_numbers
-from specdec.decoding.token_mask import barriers
+from specdec.decoding.processing import barriers
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, Kind
 

@@ -14,9 +14,8 @@ import structlog
 from bench.simulation.devices import SharedDevice, SimulatedEngine
 from bench.simulation.scenario import Outcome, Scenario
 from bench.systems import synchronous
-from draft_service.expansion_width import ROWS, WIDTHS, most, widest
 from draft_service.language_model import LanguageModelDrafter
-from draft_service.pass_times import PassTimes
+from draft_service.pass_times import ROWS, WIDTHS, PassTimes, widest_of_all, widest_of_session
 from draft_service.servicer import DraftLimits, DraftServicer
 from evaluation import virtual_time
 from evaluation.channel import Channel
@@ -220,9 +219,11 @@ class Deployment:
             occupy=self._occupy,
         )
         seconds = self._scenario.hardware.draft.seconds
-        rows = most(seconds, seconds(WIDTHS[0]), ROWS[-1])
+        rows = widest_of_all(seconds, seconds(WIDTHS[0]), ROWS[-1])
         times = PassTimes({width: seconds(width) for width in WIDTHS})
-        return VirtualDraftLoop(LanguageModelDrafter(engine, rows=rows, rows_per_session=widest(seconds), times=times))
+        return VirtualDraftLoop(
+            LanguageModelDrafter(engine, rows=rows, rows_per_session=widest_of_session(seconds), times=times)
+        )
 
     def _verifier_servicer(self) -> VerifierServicer:
         kind = synchronous.VerifierServicer if self._scenario.synchronous else VerifierServicer

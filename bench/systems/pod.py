@@ -19,9 +19,9 @@ from bench.systems import stages, synchronous
 from bench.systems.long_steps import at_least, read_device, with_long_steps
 from bench.systems.profiles import PROFILES
 from bench.systems.simulated_gpu import SimulatedGpu
-from draft_service import expansion_width
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
+from draft_service.pass_times import measured_width
 from draft_service.servicer import DraftLimits, DraftServicer
 from specdec.engine.engine import Engine
 from specdec.engine.engines.loading import load_engine
@@ -76,7 +76,7 @@ def draft(args: argparse.Namespace) -> Service:
         engine = _simulated(directory, args)
     limits = DraftLimits()
     paced = _paced(engine, args, "draft")
-    width = expansion_width.measured(paced, directory.context, limits.defaults.max_branches)
+    width = measured_width(paced, directory.context, limits.defaults.max_branches)
     loop = DraftLoop(LanguageModelDrafter.of(paced, width))
     if args.stages is not None:
         stages.of_draft(loop).keep(args.stages / "draft.json")

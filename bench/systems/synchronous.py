@@ -65,7 +65,7 @@ class AllAtOnce(CandidateQueue):
         self._hold_back(path_logprob, node)
 
     def _release(self) -> None:
-        """Hold everything back: only `take` offers candidates."""
+        """Hold everything back: only `pop_extension` offers candidates."""
 
     def kth_best(self) -> float:
         """Return the path logprob of the last of the K best nodes; -inf if there are fewer."""
@@ -75,14 +75,14 @@ class AllAtOnce(CandidateQueue):
         """Return a past time once nothing is left to expand: an answer is sent even without candidates."""
         return -math.inf if self.answered != self._tree.base and self._complete() else math.inf
 
-    def take(self, now: float) -> Extension:
+    def pop_extension(self, now: float) -> Extension:
         """Return the K best candidates without improbable ones; an answer may have none."""
         self.answered = self._tree.base
         while self._held_back and len(self._unsent) < self._policy.max_nodes:
             if self._unsent and self._held_back.best()[0] < self._policy.min_logprob:
                 break
             self._offer_best()
-        return super().take(now)
+        return super().pop_extension(now)
 
     def resend(self) -> None:
         super().resend()
@@ -150,8 +150,8 @@ class VerifierSession(verifier_service.sessions.session.VerifierSession):
         """Committed tokens available for a step: all, except the root until the draft has answered."""
         return self.remaining_prompt + (self._answered == self.tree.base or not self.policy.remote)
 
-    def extend(self, base: int, paths: Paths, arrived: float, held: float = 0.0) -> None:
-        super().extend(base, paths, arrived, held)
+    def extend(self, base: int, paths: Paths, arrived: float, base_age: float = 0.0) -> None:
+        super().extend(base, paths, arrived, base_age)
         self._answered = base
 
 

@@ -134,7 +134,7 @@ def _answer(client: Client, waiting: WaitReporter, conversation: Conversation) -
             with _interrupting(stream):
                 for chunk in stream:
                     waiting.heard()
-                    report.take(chunk)
+                    report.add(chunk)
                     thought = thought or chunk.reasoning_tokens > 0
                     _aside(chunk.reasoning + ("\n\n" if thought and chunk.text and not said else ""))
                     in_colours = conversation.colours and console.is_terminal

@@ -52,8 +52,7 @@ def doctor(
         from specdec.serving.process import logs
 
         logs.configure("doctor", "warning")  # to stderr: structlog's default is stdout
-    from specdec.doctor.report import DoctorOptions, DoctorReport
-    from specdec.doctor.table import lines
+    from specdec.doctor.report import DoctorOptions, DoctorReport, lines
 
     report = DoctorReport(DoctorOptions(model, draft, device, dtype, kv_tokens, engine, heads))
     if json_output:

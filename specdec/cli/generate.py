@@ -395,7 +395,7 @@ def _complete(
                 report.request_id = stream.request_id
             for chunk in stream:
                 waiting.heard()
-                reports[chunk.index].take(chunk)
+                reports[chunk.index].add(chunk)
                 if chunk.seed is not None:  # only in the first chunk
                     for report in reports:
                         report.seed = chunk.seed

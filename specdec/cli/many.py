@@ -107,7 +107,7 @@ async def ask(client: AsyncClient, prompt: Prompt, timeout: float | None, heard:
                 report.request_id = stream.request_id
                 async for chunk in stream:
                     heard()
-                    report.take(chunk)
+                    report.add(chunk)
             return PromptResult(prompt, report.as_json())
         except Overloaded as error:
             pause = error.retry_after or 1.0

@@ -24,7 +24,7 @@ class CompletionReport:
         self.seed: int | None = None
         self._finish: Finish | None = None
 
-    def take(self, chunk: Chunk) -> None:
+    def add(self, chunk: Chunk) -> None:
         if self._first is None and chunk.tokens:
             self._first = self.seconds
         self.tokens += chunk.tokens

@@ -255,7 +255,7 @@ class AsyncStream:
     async def __anext__(self) -> Chunk:
         while not self._cancelled:
             try:
-                return self._transcript.take(await anext(aiter(self._call)))
+                return self._transcript.record(await anext(aiter(self._call)))
             except StopAsyncIteration:
                 self._transcript.end()
                 raise

@@ -21,7 +21,7 @@ class Rotation:
     """The servers of a client, shared by all of its calls and threads.
 
     It starts at a random server, so that clients do not all start at the same one. A server rests after a failure: for
-    1 s, and twice as long after each consecutive one, up to 10 s. Calls prefer servers that do not rest (`take`).
+    1 s, and twice as long after each consecutive one, up to 10 s. Calls prefer servers that do not rest (`pick`).
     """
 
     def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,7 +37,7 @@ class Rotation:
     def addresses(self) -> Collection[str]:
         return self._rests.keys()
 
-    def take(self, failures: Mapping[str, int], left_out: Collection[str] = ()) -> str:
+    def pick(self, failures: Mapping[str, int], left_out: Collection[str] = ()) -> str:
         """Return the next address to try: fewest `failures` of this call first, then the shortest remaining rest, then
         the order of the rotation. `left_out` must not cover all addresses."""
         with self._lock:
@@ -118,7 +118,7 @@ class Retries:
         self._failing_since = 0.0  # time of the first of the consecutive failures
         self._begin = clock()
         self._timeout = timeout
-        self.address = rotation.take(self._failures)
+        self.address = rotation.pick(self._failures)
         """Address of the next try."""
 
     @property
@@ -172,7 +172,7 @@ class Retries:
             self._refusal, self._full = seen, True
         if self._left_out.issuperset(self._rotation.addresses):
             raise seen from error
-        self.address = self._rotation.take(self._failures, self._left_out)
+        self.address = self._rotation.pick(self._failures, self._left_out)
         again = self._failures[self.address]
         if again > self._most and not self._may_recover:
             raise (self._refusal or seen) from error  # a refusal explains more than a lost connection

@@ -209,7 +209,7 @@ class Stream:
     def __next__(self) -> Chunk:
         while not self._cancelled:
             try:
-                return self._transcript.take(next(self._call))
+                return self._transcript.record(next(self._call))
             except StopIteration:
                 self._transcript.end()
                 raise

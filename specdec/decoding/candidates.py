@@ -27,7 +27,7 @@ MIN_CONFIDENCE = 1e-6
 """Minimum distance of a probability from 0 and 1: the logarithms of the probability and its complement stay finite."""
 
 
-class AskedRow(NamedTuple):
+class QueriedRow(NamedTuple):
     """A row of draft logits, and everything else its candidates depend on."""
 
     number: int  # row number in the draft logits
@@ -43,7 +43,7 @@ class Candidates(NamedTuple):
     sound: NDArray[np.bool_]  # [n] False: the draft's logits are broken (see `choose`), so there are no candidates
 
 
-def draft_candidates(logits: DraftLogits, rows: Sequence[AskedRow], width: int) -> Candidates:
+def draft_candidates(logits: DraftLogits, rows: Sequence[QueriedRow], width: int) -> Candidates:
     """Return, for each row, the `width` most likely choices of *another* model with the same noise.
 
     The other model's logits, before the division by T, are assumed to differ from these by noise of AGREEMENT_SCALE.
@@ -91,7 +91,7 @@ def _places(own: list[int], count: int) -> list[int] | slice:
     return slice(None) if len(own) == count else own
 
 
-def _processed_shortlists(logits: DraftLogits, rows: Sequence[AskedRow]) -> tuple[Shortlists, NDArray[np.bool_]]:
+def _processed_shortlists(logits: DraftLogits, rows: Sequence[QueriedRow]) -> tuple[Shortlists, NDArray[np.bool_]]:
     """Return the shortlists of rows after penalties, bias, bans and token masks, and whether the unprocessed logits are
     sound. Shorter rows are padded with logits of -inf."""
     listed = [at for at, row in enumerate(rows) if not row.query.adjusts]

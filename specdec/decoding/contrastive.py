@@ -87,10 +87,10 @@ def answers(row: DraftDistribution, ids: NDArray[np.int64] | None) -> bool:
     return ids is not None and row.values_of(ids[ids < row.size]) is not None
 
 
-def asked_ids(
+def ids_to_query(
     plausible: NDArray[np.int64], before: NDArray[np.int64] | None, vocabulary: int
 ) -> NDArray[np.int64] | None:
-    """Return the ids to ask for: a row's plausible ones, and any ids requested earlier for the same prefix. None, the
+    """Return the ids to query: a row's plausible ones, and any ids requested earlier for the same prefix. None, the
     whole vocabulary, if these are too many for a partial distribution.
 
     An engine that is not exact may find other tokens plausible when it recomputes the row. Ids requested earlier stay

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.decoding.query import SamplingQuery
+from specdec.decoding.query import SamplingQuery, TokenMask
 from specdec.decoding.sampling import Sampling
-from specdec.decoding.token_mask import TokenMask, barriers
 
 Logits = NDArray[np.float32]
 
@@ -20,6 +19,10 @@ LIMIT = float(np.finfo(np.float32).max)
 MAX_ABS_LOGIT = 1e30
 """Exclusive limit on a logit's absolute value; a larger one shows that the model is broken. Smaller ones divided by T
 do not overflow float32."""
+
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_BARRIERS = np.where(_BITS, np.float32(0), np.float32(-np.inf))
+"""Barriers of eight tokens, for each possible byte of a mask, float32 [256, 8]."""
 
 
 def temperatures(samplings: Sequence[Sampling]) -> Logits:
@@ -44,6 +47,12 @@ def adjusted(logits: Logits, queries: Sequence[SamplingQuery]) -> Logits:
         _adjust(z[rows], logits[rows], of_run)
         start = rows.stop
     return z
+
+
+def barriers(mask: TokenMask, vocabulary: int) -> NDArray[np.float32]:
+    """Return float32 [V] to add to logits: 0 for tokens that may come next, otherwise -inf. It is added rather than
+    assigned, so that NaN stays NaN and a broken row is detected."""
+    return np.take(_BARRIERS, mask, axis=0).reshape(-1)[:vocabulary]
 
 
 def _adjust(z: Logits, logits: Logits, queries: Sequence[SamplingQuery]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -10,11 +11,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.decoding.banned_sequences import BannedSequences
 from specdec.decoding.noise import request_state
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.sampling import DEFAULT_CONTRAST, DEFAULT_TYPICALITY, Contrast, Rule, Sampling, Typicality
-from specdec.decoding.token_mask import TokenMask
+
+TokenMask = NDArray[np.uint8]
+"""The tokens that a grammar allows next: one bit per token id, set if the token may come next, lowest bit of a byte
+first. uint8 [ceil(V / 8)] for a vocabulary of V."""
 
 
 class PenaltyState:
@@ -43,6 +46,30 @@ class PenaltyState:
         self.output_counts = np.zeros(vocabulary, dtype=np.int32)
         self.seen[seen] = True
         self.output_counts[ids] = counts
+
+
+class BannedSequences:
+    """The banned sequences of a request. If the text ends with all but the last token of a sequence, that last token is
+    banned."""
+
+    def __init__(self, sequences: Collection[Sequence[int]]) -> None:
+        """`sequences`: at least one, each of at least two tokens. Single tokens are banned everywhere, not here."""
+        self._completing: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # last tokens, by prefix
+        for *before, last in sequences:
+            self._completing[tuple(before)].append(last)
+        self._lengths = sorted({len(before) for before in self._completing})
+
+    def ruled_out(self, text: Sequence[int], path: Sequence[int]) -> list[int]:
+        """Return, in any order, the tokens that would complete a sequence after a text and a path below it. The cost is
+        one lookup per distinct sequence length, whatever the number of sequences or the vocabulary size."""
+        longest = self._lengths[-1]
+        end = (*text[-longest:], *path[-longest:])
+        found: list[int] = []
+        for length in self._lengths:
+            if length > len(end):
+                break
+            found += self._completing.get(end[-length:], ())
+        return found
 
 
 @dataclass(frozen=True)

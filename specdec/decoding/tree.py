@@ -312,7 +312,7 @@ class BestNodes(NamedTuple):
 NO_NODES = BestNodes([], [], 1.0, 1.0)
 
 
-def spell(nodes: Sequence[Node], rows: Sequence[tuple[Node, DraftDistribution]] = ()) -> Paths:
+def paths_to(nodes: Sequence[Node], rows: Sequence[tuple[Node, DraftDistribution]] = ()) -> Paths:
     """Return these nodes, the nodes of `rows` and all their ancestors as paths.
 
     `rows`: distributions to send, each with the node (possibly the root) whose children it covers.
@@ -322,12 +322,12 @@ def spell(nodes: Sequence[Node], rows: Sequence[tuple[Node, DraftDistribution]] 
     parents: list[int] = []
     logprobs: list[float] = []
     for leaf in (*nodes, *(node for node, _ in rows)):
-        unspelt: list[Node] = []
+        missing: list[Node] = []
         node = leaf
         while node.parent is not None and node not in numbers:
-            unspelt.append(node)
+            missing.append(node)
             node = node.parent
-        for node in reversed(unspelt):
+        for node in reversed(missing):
             tokens.append(node.token)
             parents.append(numbers.get(node.parent, 0))
             logprobs.append(node.logprob)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.decoding.token_mask import TokenMask
+from specdec.decoding.query import TokenMask
 from specdec.grammar.grammar import MAX_PROBLEM_CHARACTERS, Grammar, GrammarError, GrammarTooComplexError
 
 if TYPE_CHECKING:

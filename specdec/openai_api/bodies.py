@@ -97,7 +97,7 @@ class Bodies:
         if not size:  # no bytes needed: never fail, even if room has run out since
             yield
             return
-        self.take(caller, size)
+        self.reserve(caller, size)
         try:
             yield
         finally:
@@ -117,7 +117,7 @@ class Bodies:
             if not self._receiving[caller]:
                 del self._receiving[caller]
 
-    def take(self, caller: str, size: int) -> None:
+    def reserve(self, caller: str, size: int) -> None:
         """Reserve bytes for a caller; ApiError if there is no room. The thresholds are dynamic (Choudhury and Hahne
         1998): a caller may hold at most the bytes left free. So a single caller gets half of the room, each of n
         callers 1 / (n + 1), and a further caller always finds some."""
@@ -148,7 +148,7 @@ class _Reception:
     def hold(self, size: int) -> None:
         """Raise the reservation to a total of `size` bytes."""
         if size > self.held:
-            self._bodies.take(self._caller, size - self.held)
+            self._bodies.reserve(self._caller, size - self.held)
             self.held = size
 
 

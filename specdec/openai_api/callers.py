@@ -170,7 +170,7 @@ class Callers:
         if wait := self._rates.wait(caller):
             raise too_many(f"the rate limit is {REQUEST_RATE:g} requests per second", wait)
         own, total = self._running[caller], self._running.total()
-        if own and own >= self._most - total:  # dynamic threshold, as in `Bodies.take`
+        if own and own >= self._most - total:  # dynamic threshold, as in `Bodies.reserve`
             raise too_many(f"the limit on concurrent requests is reached: {own} of yours are in progress")
         self._running[caller] += 1
         try:

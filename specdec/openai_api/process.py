@@ -26,7 +26,7 @@ from specdec.serving.process.server import (
     announce,
     log_settings,
     serve_metrics,
-    stop_asked_for,
+    stop_event,
 )
 from specdec.wire.tls_files import TlsFiles
 
@@ -59,7 +59,7 @@ async def serve(
     loopback.
     """
     logs.configure("openai", settings.log_level)
-    stop = stop_asked_for(settings)
+    stop = stop_event(settings)
     listener = bound(settings.host, settings.port)
     if settings.metrics_port:
         bound(settings.host, settings.metrics_port, option="--metrics-port").close()

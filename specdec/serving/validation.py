@@ -308,26 +308,26 @@ def window_violations(
 ) -> list[tuple[str, str]]:
     """Return violations of the windows that a request's options ask for, under its effective rule."""
     size, found = options.lookahead, list[tuple[str, str]]()
-    asked = f"{field}.lookahead" if size is not None else f"{field}.jacobi" if options.jacobi else None
-    if asked is None:
+    option = f"{field}.lookahead" if size is not None else f"{field}.jacobi" if options.jacobi else None
+    if option is None:
         return found
     if size is not None:
         found += lookahead_violations(f"{field}.lookahead", size, most)
         if options.jacobi and size.ngram != 2:
             found.append((f"{field}.lookahead.ngram", f"is {size.ngram}, must be 2 with jacobi"))
     if CandidateSource.LOOKAHEAD not in options.drafters:
-        found.append((asked, "is set, which requires the drafter LOOKAHEAD"))
+        found.append((option, "is set, which requires the drafter LOOKAHEAD"))
     elif rule is Rule.CONTRASTIVE:
         found.append(
-            (asked, "is set, which requires a rule other than CONTRASTIVE, where only a draft's candidates can win")
+            (option, "is set, which requires a rule other than CONTRASTIVE, where only a draft's candidates can win")
         )
     elif rule is Rule.REJECTION and (options.jacobi or (size is not None and size.ngram == 2)):
         # The row below a token of the chain would use its noise twice: to draw the target's token, and for the next
         # guess. Under REJECTION a guess must not depend on the noise that tests it.
         found.append(
-            (asked, "asks for Jacobi decoding, which tests its own choices: needs temperature 0 or another rule")
+            (option, "asks for Jacobi decoding, which tests its own choices: needs temperature 0 or another rule")
         )
     elif rule is Rule.REJECTION and CandidateSource.REMOTE in options.drafters:
         why = "only one drafter may draw at each position"
-        found.append((asked, f"is set, which under REJECTION requires drafters without REMOTE: {why}"))
+        found.append((option, f"is set, which under REJECTION requires drafters without REMOTE: {why}"))
     return found

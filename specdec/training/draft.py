@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.engine.model_file import Fields
-from specdec.training.acceptance import Acceptance, acceptance
-from specdec.training.divergences import NAMES, Loss, divergence, overruled
+from specdec.training.divergences import NAMES, Acceptance, Loss, acceptance, divergence, overruled
 from specdec.training.draft_files import DraftFiles
 from specdec.training.files import complete
 from specdec.training.plan import DRAFT, Origin, Plan, plan_begun

@@ -15,8 +15,7 @@ from typer.testing import CliRunner, Result
 from specdec import cli
 from specdec.doctor.machine import Machine
 from specdec.doctor.models import Found, ModelCheck
-from specdec.doctor.report import DoctorOptions, DoctorReport
-from specdec.doctor.table import lines
+from specdec.doctor.report import DoctorOptions, DoctorReport, lines
 from specdec.engine.preflight.device import cuda_devices
 from specdec.extras import EXTRAS, install_command
 from tests.draft_service.renumbered import renumbered

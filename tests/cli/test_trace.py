@@ -7,7 +7,7 @@ import json
 import sys
 from asyncio.subprocess import PIPE
 
-from specdec.cli.trace_table import TraceTable
+from specdec.cli.trace import TraceTable
 from specdec.exit_status import ExitStatus
 from specdec.serving.propagation import bind_metadata
 from specdec.serving.timeline import Timelines

@@ -111,7 +111,7 @@ class Pausing:
     def ask(self) -> tuple[str, None, None]:
         return "", None, None
 
-    def take(self, response: Any) -> Any:
+    def record(self, response: Any) -> Any:
         raise AssertionError
 
     def pause(self, error: grpc.RpcError) -> float:

@@ -21,7 +21,7 @@ def clock() -> Clock:
 
 
 def turns(rotation: Rotation, count: int) -> list[str]:
-    return [rotation.take({}) for _ in range(count)]
+    return [rotation.pick({}) for _ in range(count)]
 
 
 def test_each_in_its_turn(clock: Clock) -> None:
@@ -33,7 +33,7 @@ def test_each_in_its_turn(clock: Clock) -> None:
 
 def test_turns_begin_anywhere(clock: Clock) -> None:
     """A false alarm has probability 3 * (2 / 3) ** 100, below 1e-16."""
-    assert {Rotation("abc", clock).take({}) for _ in range(100)} == {"a", "b", "c"}
+    assert {Rotation("abc", clock).pick({}) for _ in range(100)} == {"a", "b", "c"}
 
 
 def test_one_that_failed_rests_and_returns(clock: Clock) -> None:
@@ -48,7 +48,7 @@ def test_rests_grow_until_it_answers(clock: Clock) -> None:
     def rest() -> float:
         rotation.failed("a")
         start = clock.now
-        while rotation.take({}) == rotation.take({}) == "b":
+        while rotation.pick({}) == rotation.pick({}) == "b":
             clock.now += 0.125
         return clock.now - start
 
@@ -77,5 +77,5 @@ def test_where_all_rest_the_one_that_wakes_first_is_asked(clock: Clock) -> None:
 def test_a_call_asks_where_it_failed_least(clock: Clock) -> None:
     rotation = Rotation("abc", clock)
     rotation.failed("b")
-    assert rotation.take({"a": 1, "c": 1}) == "b"  # although b is paused
-    assert rotation.take({"a": 2, "b": 2, "c": 1}) == "c"
+    assert rotation.pick({"a": 1, "c": 1}) == "b"  # although b is paused
+    assert rotation.pick({"a": 2, "b": 2, "c": 1}) == "c"

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from specdec.decoding.choice import choose
-from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
+from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery, TokenMask
 from specdec.decoding.sampling import Sampling
-from specdec.decoding.token_mask import TokenMask
 from tests.choices import candidates, gumbel, mask_of
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from specdec.decoding.candidates import AGREEMENT_SCALE, AskedRow, draft_candidates
+from specdec.decoding.candidates import AGREEMENT_SCALE, QueriedRow, draft_candidates
 from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, HostDraftLogits, MappedDraftLogits, shortlists
 from specdec.decoding.processing import MAX_ABS_LOGIT, adjusted, tempered
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
@@ -26,7 +26,7 @@ TOLERANCE = 1e-12
 VOCABULARY = 400
 
 
-def reference(logits: NDArray[np.float32], row: AskedRow, width: int) -> tuple[list[int], list[float]]:
+def reference(logits: NDArray[np.float32], row: QueriedRow, width: int) -> tuple[list[int], list[float]]:
     """Return the candidates of one row, by the scalar functions of choices."""
     sampling = row.query.sampler.sampling
     raw = np.full(row.vocabulary, -np.inf, dtype=np.float32)
@@ -54,7 +54,7 @@ def reference(logits: NDArray[np.float32], row: AskedRow, width: int) -> tuple[l
 @dataclass(frozen=True)
 class Pass:
     logits: NDArray[np.float32]
-    rows: list[AskedRow]
+    rows: list[QueriedRow]
 
 
 @st.composite
@@ -73,7 +73,7 @@ def passes(draw: st.DrawFn) -> Pass:
             logits[index, slice(None) if broken == -math.inf else draw(st.integers(0, columns - 1))] = broken
         limits = [columns] * 6 + [max(1, columns // 2), columns + 5]
         vocabulary = draw(st.sampled_from(limits))
-        rows.append(AskedRow(index, draw(queries(vocabulary)), vocabulary))
+        rows.append(QueriedRow(index, draw(queries(vocabulary)), vocabulary))
     return Pass(logits, draw(st.permutations(rows)))
 
 
@@ -150,7 +150,7 @@ def test_a_part_of_a_vocabulary_has_the_candidates_of_the_whole_without_the_othe
     biased = Sampling(temperature=temperature, seed=3, logit_bias={int(ids[5]): 2.0}, banned_tokens=frozenset({3}))
     samplings = [Sampling(temperature=temperature, seed=4), biased]
     rows = [
-        AskedRow(row, SamplingQuery(RequestSampler(samplings[row % 2]), row, allowed=mask), VOCABULARY)
+        QueriedRow(row, SamplingQuery(RequestSampler(samplings[row % 2]), row, allowed=mask), VOCABULARY)
         for row, mask in enumerate([None, None, None, None, mask_of(ids[:20].tolist(), VOCABULARY), None])
     ]
     got = draft_candidates(MappedDraftLogits(HostDraftLogits(part), ids, VOCABULARY), rows, 8)

@@ -16,7 +16,7 @@ from specdec.decoding.contrastive import (
     amateur_distribution,
     answer,
     answers,
-    asked_ids,
+    ids_to_query,
     likeliest,
 )
 from specdec.decoding.proposal import MAX_PARTIAL_IDS, DraftDistribution, Proposal
@@ -96,7 +96,7 @@ def test_what_is_sent_ahead_changes_no_choice(
         assert token == wanted
         return
     assert token == UNDECIDED
-    ids = asked_ids(np.array(plausible), None, part.size)
+    ids = ids_to_query(np.array(plausible), None, part.size)
     assert not answers(part, ids)
     again = answer(whole, ids)
     assert answers(again, ids)
@@ -121,9 +121,9 @@ def test_the_likeliest_tokens_are_sent(draft: list[int], alpha: float, margin: f
 
 
 def test_a_large_query_is_about_the_whole_vocabulary() -> None:
-    assert asked_ids(np.arange(MAX_PARTIAL_IDS), None, 100_000) is not None
-    assert asked_ids(np.arange(MAX_PARTIAL_IDS + 1), None, 100_000) is None
-    assert asked_ids(np.arange(51), None, 100) is None
+    assert ids_to_query(np.arange(MAX_PARTIAL_IDS), None, 100_000) is not None
+    assert ids_to_query(np.arange(MAX_PARTIAL_IDS + 1), None, 100_000) is None
+    assert ids_to_query(np.arange(51), None, 100) is None
     whole = amateur_distribution(np.zeros(100, np.float32), DEFAULT_CONTRAST)
     assert answer(whole, None).ids is None
     assert answers(whole, None)
@@ -132,7 +132,7 @@ def test_a_large_query_is_about_the_whole_vocabulary() -> None:
 
 def test_a_second_query_covers_the_first() -> None:
     """A token at the limit of plausibility may be plausible in only one of two steps."""
-    ids = asked_ids(np.array([3, 9]), np.array([3, 7]), 100)
+    ids = ids_to_query(np.array([3, 9]), np.array([3, 7]), 100)
     assert ids is not None
     assert ids.tolist() == [3, 7, 9]
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.decoding.proposal import DraftDistribution
-from specdec.decoding.tree import MAX_DRAWS, MAX_REFUSED, BaseAheadError, Node, Paths, TokenTree, spell
+from specdec.decoding.tree import MAX_DRAWS, MAX_REFUSED, BaseAheadError, Node, Paths, TokenTree, paths_to
 from tests.examples import examples
 
 VOCABULARY = 4
@@ -190,7 +190,7 @@ class TestOrder:
     @given(trees(), st.lists(tokens, max_size=5))
     def test_committing_at_once_is_committing_one_by_one(self, tree: TokenTree, text: list[int]) -> None:
         other = plant()
-        other.insert(other.base, spell(list(tree.root.walk())))
+        other.insert(other.base, paths_to(list(tree.root.walk())))
         tree.commit(text)
         for token in text:
             other.commit([token])
@@ -356,26 +356,24 @@ class TestSpelling:
     def test_paths_make_the_same_tree_again(self, tree: TokenTree, text: list[int]) -> None:
         tree.commit(text)
         copy = plant(tree.committed)
-        made = copy.insert(tree.base, spell(list(tree.root.walk())))
+        made = copy.insert(tree.base, paths_to(list(tree.root.walk())))
         assert live(copy) == live(tree)
         assert len(made) == tree.size  # each node occurs once
 
     @given(trees(), st.data())
-    def test_spelled_nodes_come_with_their_ancestors_and_nothing_else(
-        self, tree: TokenTree, data: st.DataObject
-    ) -> None:
+    def test_nodes_come_with_their_ancestors_and_nothing_else(self, tree: TokenTree, data: st.DataObject) -> None:
         nodes = list(tree.root.walk())
         chosen = data.draw(st.lists(st.sampled_from(nodes), max_size=4) if nodes else st.just([]))
-        spelled = spell(chosen)
+        paths = paths_to(chosen)
         copy = plant(tree.committed)
-        made = copy.insert(tree.base, spelled)
+        made = copy.insert(tree.base, paths)
         expected = {
             tuple(node.token for node in path[: i + 1]): step.logprob
             for path in (node.path() for node in chosen)
             for i, step in enumerate(path)
         }
         assert live(copy) == expected
-        assert len(made) == len(spelled[0]) == len(expected)
+        assert len(made) == len(paths.tokens) == len(expected)
 
 
 def row(*ids: int) -> DraftDistribution:
@@ -417,7 +415,9 @@ class TestDistributions:
         tree, copy = plant(), plant()
         tree.insert(2, Paths([3, 0, 1], [0, 1, 0], [-1.0, -1.0, -2.0], [(0, row(3)), (2, row(1))]))
         nodes = [tree.root, *tree.root.walk()]
-        copy.insert(2, spell(nodes[1:], [(node, node.distribution) for node in nodes if node.distribution is not None]))
+        copy.insert(
+            2, paths_to(nodes[1:], [(node, node.distribution) for node in nodes if node.distribution is not None])
+        )
         rows = {tuple(n.token for n in node.path()): node.distribution for node in (copy.root, *copy.root.walk())}
         assert {path: found is not None for path, found in rows.items()} == {
             (): True,

@@ -219,7 +219,7 @@ def test_the_loop_wakes_when_a_message_is_due_and_nothing_else_happens() -> None
                 when, last = sent[-1]
                 assert commit + period - round_trip - 0.001 < when < commit + period - round_trip
                 assert last.base == each.tree.base
-                assert last.held == pytest.approx(when - commit, abs=1e-6)
+                assert last.base_age == pytest.approx(when - commit, abs=1e-6)
 
     virtual_time.run(main())
     assert len(sent) >= 39

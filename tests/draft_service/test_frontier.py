@@ -32,7 +32,7 @@ def test_the_best_is_the_one_of_highest_path_logprob(moves: list[tuple[int, int,
                     assert child is not None
                     ranking.add(child.path_logprob(), child)
             case None if len(ranking):
-                taken.add(ranking.take()[1])
+                taken.add(ranking.pop_best()[1])
             case [*tokens]:
                 node, passed = tree.root, 0.0
                 for each in tokens:
@@ -58,7 +58,7 @@ def test_equals_come_out_in_the_order_in_which_they_came() -> None:
     ranking = Frontier()
     for node in nodes:
         ranking.add(-1.0, node)
-    assert [ranking.take()[1] for _ in range(len(ranking))] == nodes
+    assert [ranking.pop_best()[1] for _ in range(len(ranking))] == nodes
     ranking.add(-math.inf, nodes[0])
     ranking.clear()
     assert not len(ranking)

@@ -75,7 +75,7 @@ class Text:
         first = self.fed if first is None else first
         numbers = [[float(LANGUAGE.number_of(text[: place + 1]))] for place in range(first, end)]
         # Not sent as a message: such numbers do not fit into bfloat16.
-        self.pod.drafter._texts[self.session].take(first, torch.tensor(numbers))
+        self.pod.drafter._texts[self.session].add(first, torch.tensor(numbers))
         self.fed = max(self.fed, end)
 
 
@@ -293,8 +293,8 @@ def test_features_of_another_form_are_refused() -> None:
         (0, b"abc", "has 3 bytes, must have rows of 2 bytes"),
     ):
         with pytest.raises(ValueError, match=problem):
-            pod.loop.take_features(session, first, values)
-    pod.loop.take_features(session, 0, bytes(8))
+            pod.loop.add_features(session, first, values)
+    pod.loop.add_features(session, 0, bytes(8))
     assert pod.drafter._texts[session].end == 4
 
 
@@ -318,7 +318,7 @@ def test_rows_beyond_what_the_draft_can_hold_are_left_out(kind: str) -> None:
     text = pod.text(prompt=5, tokens=10)
     end = text.session.end
     for first in (end - 2, end + 7):
-        pod.loop.take_features(text.session, first, bytes(24))
+        pod.loop.add_features(text.session, first, bytes(24))
         assert pod.drafter._texts[text.session].end == end
 
 

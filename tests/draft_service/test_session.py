@@ -75,9 +75,9 @@ class Draft:
     def set_policy(self, **fields: Any) -> None:
         self.session.set_policy(replace(self.session.policy, **fields))
 
-    def take(self, now: float = 0.0) -> Paths:
+    def sent(self, now: float = 0.0) -> Paths:
         """Return everything unsent."""
-        return self.session.outgoing.take(now).paths
+        return self.session.outgoing.pop_extension(now).paths
 
 
 def test_a_paused_draft_expands_nothing() -> None:
@@ -108,7 +108,7 @@ def test_with_one_branch_a_sampled_tree_is_a_chain_and_every_draw_has_its_row() 
     draft = Draft(Rule.REJECTION, temperature=1.0, max_branches=1)
     for _ in range(4):
         draft.step()
-    paths = draft.take()
+    paths = draft.sent()
     assert list(paths.parents) == [0, 1, 2, 3]
     assert [parent for parent, _ in paths.distributions] == [0, 1, 2, 3]
     assert all(row.fits(Rule.REJECTION, VOCABULARY) for _, row in paths.distributions)
@@ -120,7 +120,7 @@ def test_draws_of_one_place_are_sent_together_in_their_order() -> None:
     known = TokenTree([1, 2, 3], vocabulary=VOCABULARY, last_position=CONTEXT, sampled=True)
     while draft.wants_step:
         draft.step(best=1.5)
-        known.insert(3, draft.take())
+        known.insert(3, draft.sent())
         drawn = _children(draft.tree)
         assert all(children in ([], drawn[path]) for path, children in _children(known).items())
     assert len(known.root.children) == 3
@@ -130,7 +130,7 @@ def test_a_high_minimum_probability_leaves_more_than_the_next_token() -> None:
     draft = Draft(min_path_probability=0.4)
     for _ in range(4):
         draft.step()
-    assert len(draft.take().tokens) == 4
+    assert len(draft.sent().tokens) == 4
 
 
 @pytest.mark.parametrize("least", [0.002, 0.1])
@@ -186,7 +186,7 @@ def test_a_draw_does_not_depend_on_how_often_the_draft_starts() -> None:
     first, second = Draft(Rule.REJECTION, temperature=1.0), Draft(Rule.REJECTION, temperature=1.0)
     for draft in (first, second):
         draft.step()
-    assert first.take().tokens == second.take().tokens
+    assert first.sent().tokens == second.sent().tokens
 
 
 @pytest.mark.parametrize(("rule", "temperature"), [(Rule.COUPLED, 0.0), (Rule.REJECTION, 1.0), (Rule.CONTRASTIVE, 0.0)])
@@ -200,12 +200,12 @@ def test_what_is_grown_ahead_of_need_is_sent_when_the_text_comes_near(rule: Rule
         for path_logprob, node in draft.tree.by_path_logprob()
         if path_logprob >= draft.session.policy.min_sent_logprob
     ]
-    first = draft.take()
+    first = draft.sent()
     assert len(near) <= len(first.tokens) < draft.tree.size  # including ancestors
     (child, *_) = draft.tree.root.children.values()
     draft.commit(3, [child.token])
     draft.set_policy(min_path_probability=1e-9)
-    rest = draft.take()
+    rest = draft.sent()
     known = TokenTree(
         [1, 2, 3, child.token], vocabulary=VOCABULARY, last_position=CONTEXT, sampled=rule is Rule.REJECTION
     )
@@ -299,7 +299,7 @@ def test_no_more_nodes_are_sent_or_read_than_were_granted(rule: Rule, temperatur
     for tokens in ([7, 7, 5], [7], [3], [7, 7, 7, 7], [7, 6], [7, 7]):
         while draft.wants_step:
             draft.step(best=1.5)
-        verifier.insert(draft.tree.base, draft.take())
+        verifier.insert(draft.tree.base, draft.sent())
         assert 1 <= verifier.size <= most
         assert draft.computed_nodes <= most
         draft.commit(draft.tree.base, tokens)
@@ -325,7 +325,7 @@ def test_the_likeliest_next_token_is_sent_however_unlikely() -> None:
     draft.step()
     (child,) = draft.tree.root.children.values()
     assert child.path_logprob() < draft.session.policy.min_logprob
-    assert draft.take().tokens == [child.token]
+    assert draft.sent().tokens == [child.token]
 
 
 def test_a_root_expanded_again_has_its_children_in_their_new_order() -> None:
@@ -337,7 +337,7 @@ def test_a_root_expanded_again_has_its_children_in_their_new_order() -> None:
     session.add_calibrated(tree.root, [4, 5, 6], [-0.5, -1.0, -4.0])
     below = session.take_best()
     session.add_calibrated(below, [8], [-0.1])
-    assert draft.take().tokens == [4, 5, 8]
+    assert draft.sent().tokens == [4, 5, 8]
     assert session.take_root()
     session.add_calibrated(tree.root, [7, 5], [-2.0, -2.5])
     assert [(child.token, child.logprob) for child in tree.root.children.values()] == [
@@ -346,10 +346,10 @@ def test_a_root_expanded_again_has_its_children_in_their_new_order() -> None:
         (4, -2.5),
         (6, -4.0),
     ]
-    assert draft.take().tokens == [7]  # although it is improbable
+    assert draft.sent().tokens == [7]  # although it is improbable
     assert session.take_root()
     session.add_calibrated(tree.root, [9], [-4.0])
-    assert draft.take().tokens == [9]  # although 6 was held back before it, and is as probable now
+    assert draft.sent().tokens == [9]  # although 6 was held back before it, and is as probable now
     draft.commit(3, [4])  # brings back what was improbable below 4
     assert session.take_best() is tree.root.children[8]
 
@@ -360,7 +360,7 @@ def test_the_draw_of_the_next_token_is_sent_at_once_and_those_after_it_just_in_t
         draft.session.outgoing.commit_arrived(0.03 * number)
     draft.step()
     assert draft.session.outgoing.send_at(0.571, 0.001) == -np.inf
-    draft.take(0.571)
+    draft.sent(0.571)
     draft.step()
     assert 0.58 < draft.session.outgoing.send_at(0.572, 0.001) < 0.60
 
@@ -376,7 +376,7 @@ def test_where_tokens_are_contrasted_the_root_always_has_a_row() -> None:
     draft.step()
     assert draft.tree.root.distribution is not None
     assert draft.session.outgoing.send_at(1.0, 0.0) < 0.0
-    assert draft.take().distributions[0][0] == 0
+    assert draft.sent().distributions[0][0] == 0
 
 
 def test_a_text_beyond_the_drafts_context() -> None:
@@ -401,7 +401,7 @@ def test_a_message_holds_no_more_distributions_than_fit(
     draft = Draft(rule, temperature, min_path_probability=1e-9)
     while draft.wants_step:
         draft.step()
-    everything = draft.take()
+    everything = draft.sent()
     rows = [row for _, row in everything.distributions]
     most = 2 * max(_bytes(row) for row in rows)
     monkeypatch.setattr(candidate_queue, "MAX_DISTRIBUTION_BYTES", most)
@@ -409,7 +409,7 @@ def test_a_message_holds_no_more_distributions_than_fit(
     draft.session.outgoing.resend()
     messages = 0
     while draft.session.outgoing.has_unsent:
-        paths = draft.take()
+        paths = draft.sent()
         assert sum(_bytes(row) for _, row in paths.distributions) <= most
         known.insert(3, paths)
         messages += 1
@@ -428,7 +428,7 @@ def contrasted(**policy: Any) -> Draft:
 
 def sent(draft: Draft) -> DraftDistribution:
     """Return the sent part of the root's row."""
-    ((parent, row),) = [each for each in draft.take().distributions if each[0] == 0]
+    ((parent, row),) = [each for each in draft.sent().distributions if each[0] == 0]
     assert parent == 0
     return row
 
@@ -493,7 +493,7 @@ def test_a_query_makes_later_rows_longer() -> None:
         draft.step()
     after.session.ask(DraftQuery(3, np.array([2, 4])))
     for draft in (before, after):
-        draft.take()
+        draft.sent()
         draft.commit(3, [9])
         draft.step()
     shorter, longer = sent(before), sent(after)
@@ -522,7 +522,7 @@ def sent_for_nothing(tokens: int) -> tuple[int, int]:
         for _ in range(4):
             if draft.wants_step:
                 draft.step(best=1.5)
-        sizes = [_bytes(row) for _, row in draft.take().distributions]
+        sizes = [_bytes(row) for _, row in draft.sent().distributions]
         sent, needed = sent + sum(sizes), needed + 2 * max(sizes)
         draft.commit(base, [11])  # never a candidate
     return sent, needed

@@ -53,7 +53,7 @@ def test_fixed_widths_are_those_of_the_paper_whatever_is_likely(widths: tuple[in
     """SpecInfer (Miao et al. 2024), section 3: node i of the expansion gets k_i children."""
     draft = grown(Draft(expansion=widths, min_path_probability=0.9, engine=Undecided(), context=60))
     assert depths(draft) == {depth: math.prod(widths[:depth]) for depth in range(1, len(widths) + 1)}
-    assert len(draft.take().tokens) == draft.tree.size  # none is held back
+    assert len(draft.sent().tokens) == draft.tree.size  # none is held back
     draft.commit(3, [next(iter(draft.tree.root.children))])
     assert max(depths(grown(draft))) == len(widths)
 

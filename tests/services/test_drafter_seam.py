@@ -10,10 +10,11 @@ import grpc
 import numpy as np
 import pytest
 
+from draft_service.children import add_children
 from draft_service.draft_loop import DraftLoop
 from draft_service.drafter import Drafter, ExpansionError
 from draft_service.servicer import DraftLimits, DraftServicer
-from draft_service.session import DrafterSession, add_children
+from draft_service.session import DrafterSession
 from orchestrator.models.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
 from specdec.serving.engine_worker import CHECK_SECONDS

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specdec.training.acceptance import ROWS, acceptance, coupled
-from specdec.training.divergences import NAMES, Loss, divergence, overruled
+from specdec.training.divergences import NAMES, ROWS, Loss, acceptance, coupled, divergence, overruled
 
 P, Q = [0.5, 0.3, 0.2, 0.0], [0.1, 0.6, 0.2, 0.1]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from specdec.decoding.logprobs import logprobs
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.target_logprobs import MAX_TOP, TargetLogprobs
-from specdec.training.acceptance import Acceptance
+from specdec.training.divergences import Acceptance
 from specdec.training.draft import NEW, DraftPlan
 from specdec.training.draft_command import DraftOptions, prepared
 from specdec.training.given_draft import GivenDraft

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 
-from specdec.client.tally import Tally
+from specdec.client.transcript import Tally
 from specdec.v2 import generation_pb2, model_pb2
 from specdec.wire.sources import accepted_candidates, accepted_histogram, histogram_entries
 
@@ -40,21 +40,21 @@ def test_a_number_of_steps_costs_no_memory() -> None:
 def test_the_client_adds_up_whatever_a_server_says() -> None:
     tally = Tally()
     for _ in range(3):
-        tally.take(generation_pb2.GenerateResponse(sources=[BONUS], steps=2**32 - 1, offered=2**32 - 1))
+        tally.count(generation_pb2.GenerateResponse(sources=[BONUS], steps=2**32 - 1, offered=2**32 - 1))
         tally.broke_off()
     last = generation_pb2.GenerateResponse()
     last.finish.SetInParent()
-    tally.take(last)
+    tally.count(last)
     assert last.finish.speculation.steps == 2**32 - 1
 
 
 def test_the_client_counts_a_stream_that_broke_off_likewise() -> None:
     tally = Tally()
-    tally.take(generation_pb2.GenerateResponse(sources=[DRAFT, DRAFT, BONUS, PLAIN, NGRAM, BONUS], steps=3, offered=9))
+    tally.count(generation_pb2.GenerateResponse(sources=[DRAFT, DRAFT, BONUS, PLAIN, NGRAM, BONUS], steps=3, offered=9))
     tally.broke_off()
     last = generation_pb2.GenerateResponse()
     last.finish.speculation.steps = 1
     last.finish.speculation.accepted_histogram[:] = [1]
-    tally.take(last)
+    tally.count(last)
     total = last.finish.speculation
     assert (total.steps, total.accepted, list(total.accepted_histogram)) == (4, 3, [2, 1, 1])

@@ -12,7 +12,7 @@ import structlog
 
 from specdec.decoding import rejection
 from specdec.decoding.calibration import Calibration, corrected
-from specdec.decoding.candidates import AskedRow, draft_candidates, over
+from specdec.decoding.candidates import QueriedRow, draft_candidates, over
 from specdec.decoding.draft_logits import DraftLogits
 from specdec.decoding.noise import text_hash
 from specdec.decoding.processing import MAX_ABS_LOGIT, Logits
@@ -118,7 +118,7 @@ class DraftChain:
         self.computed.append(self.tokens[-1])
         return self.tokens[-1], position, self.prefix.table.slots[: position + 1]
 
-    def row(self, number: int) -> AskedRow:
+    def row(self, number: int) -> QueriedRow:
         """Return the query about the logits after the last token, which are row `number` of a pass."""
         session, sampler = self.prefix.session, self.prefix.session.request.sampler
         query = SamplingQuery(
@@ -130,9 +130,9 @@ class DraftChain:
             ruled_out=sampler.ruled_out(session.tree.committed, self.tokens),
             text_hash=text_hash(session.tree.committed, self.tokens) if session.samples_candidates else 0,
         )
-        return AskedRow(number, query, session.vocabulary)
+        return QueriedRow(number, query, session.vocabulary)
 
-    def draw(self, row: AskedRow, logits: Logits) -> None:
+    def draw(self, row: QueriedRow, logits: Logits) -> None:
         """Add a token drawn from the draft's logits [V] (REJECTION), if they are finite."""
         logits = over(row.vocabulary, logits)
         self.broken = not abs(logits.max()) < MAX_ABS_LOGIT  # also if NaN
@@ -199,7 +199,7 @@ def extend(chains: Sequence[DraftChain], logits: DraftLogits, branches: int) -> 
     most `branches` - 1 siblings."""
     sampling = [number for number, chain in enumerate(chains) if chain.prefix.session.samples_candidates]
     whole = dict(zip(sampling, logits.whole(sampling), strict=True)) if sampling else {}
-    asked: list[tuple[DraftChain, AskedRow]] = []
+    asked: list[tuple[DraftChain, QueriedRow]] = []
     for number, chain in enumerate(chains):
         with _alone(chain):
             row = chain.row(number)

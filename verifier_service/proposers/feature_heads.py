@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.decoding.calibration import Calibration, corrected
-from specdec.decoding.candidates import AskedRow, draft_candidates, with_confidence
+from specdec.decoding.candidates import QueriedRow, draft_candidates, with_confidence
 from specdec.decoding.level_tree import MAX_NODES, GrowingTrees
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.step_logits import StepLogits
@@ -190,13 +190,13 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
         no child. `paths`: each frontier node's tokens below the root."""
         shape = *trees.tokens.shape, BEAM
         tokens, logprobs = np.zeros(shape, dtype=np.int64), np.full(shape, -np.inf)
-        rows, shifts, places = list[AskedRow](), list[Sequence[float]](), list[tuple[int, int]]()
+        rows, shifts, places = list[QueriedRow](), list[Sequence[float]](), list[tuple[int, int]]()
         own = level.logits.shape[1]  # rows of logits of a text
         for number, (session, text) in enumerate(group):
             for place, path in enumerate(paths[number]):
                 if trees.path_logprobs[number, place] > -np.inf:
                     query = text.query(session, path)
-                    rows.append(AskedRow(number * own + min(place, own - 1), query, session.vocabulary))
+                    rows.append(QueriedRow(number * own + min(place, own - 1), query, session.vocabulary))
                     shifts.append(text.calibration.shifts(len(path)))
                     places.append((number, place))
         found = draft_candidates(self._reader.draft_logits(level.logits), rows, BEAM)

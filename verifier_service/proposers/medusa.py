@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from specdec.decoding.calibration import corrected
-from specdec.decoding.candidates import AskedRow, draft_candidates
+from specdec.decoding.candidates import QueriedRow, draft_candidates
 from specdec.decoding.draft_logits import DraftLogits
 from specdec.decoding.level_tree import GUESSES, MAX_NODES, FixedTree, LevelTrees, likeliest
 from specdec.decoding.query import SamplingQuery
@@ -69,7 +69,7 @@ class MedusaProposer(HeadsProposer["MedusaText"]):
 
     def _propose_at_once(self, asked: Sequence[tuple[VerifierSession, MedusaText]]) -> None:
         rows = [
-            AskedRow(number * self._count + head, text.query(session, head), session.vocabulary)
+            QueriedRow(number * self._count + head, text.query(session, head), session.vocabulary)
             for number, (session, text) in enumerate(asked)
             for head in range(self._count)
         ]

@@ -13,9 +13,8 @@ from specdec.decoding import contrastive
 from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.ngrams import Tokens
-from specdec.decoding.query import PenaltyState
+from specdec.decoding.query import PenaltyState, TokenMask
 from specdec.decoding.sampling import Rule
-from specdec.decoding.token_mask import TokenMask
 from specdec.decoding.tree import NO_NODES, BestNodes, Node, Paths, TokenTree
 from specdec.engine.batch import Packer
 from specdec.engine.kv.blocks import BLOCK, BlockPool, BlockTable
@@ -208,7 +207,7 @@ class VerifierSession:
         `plausible` tokens. Until the answer arrives, the session waits as for a first distribution (CONTRASTIVE)."""
         root, before = self.tree.root, None if self._query is None else self._query.ids
         assert root.distribution is not None
-        ids = contrastive.asked_ids(plausible, before, root.distribution.size)
+        ids = contrastive.ids_to_query(plausible, before, root.distribution.size)
         self._query, root.distribution = DraftQuery(self.tree.base, ids), None
         self._best_nodes = None
         return self._query

@@ -22,10 +22,9 @@ from specdec.decoding import contrastive
 from specdec.decoding.block_verification import ChainQuery
 from specdec.decoding.choice import Tokens, choose
 from specdec.decoding.proposal import Proposal
-from specdec.decoding.query import RequestSampler, SamplingQuery
+from specdec.decoding.query import RequestSampler, SamplingQuery, TokenMask
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.step_logits import StepLogits
-from specdec.decoding.token_mask import TokenMask
 from specdec.decoding.tree import Node
 from specdec.decoding.typical import TypicalCandidate, TypicalQuery
 from specdec.grammar.grammar import GrammarError

@@ -21,8 +21,8 @@ from specdec.engine.kv.slots import Slots
 from specdec.engine.memory import slots_for
 from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, SHORTLISTS_GRAPH, ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError, in_one_line, opened, read_fields, with_class
+from specdec.engine.onnx.draft_logits import OnnxDraftLogits
 from specdec.engine.onnx.providers import CPU, OnnxDevice, check_started, parse_device, providers
-from specdec.engine.onnx.shortlists import OnnxDraftLogits
 from specdec.engine.onnx_runtime import ort
 from specdec.engine.padded.layout import GroupMemory, PaddedBatch, PaddedPacker
 from specdec.engine.placement import BYTES

@@ -161,7 +161,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     Prints the line `ready HOST:PORT` on stdout once it accepts calls.
     """
     logs.configure(service_name, settings.log_level)
-    stop = stop_asked_for(settings)
+    stop = stop_event(settings)
 
     # 1. Check ports and certificates first, before spending time on a model.
     _check_ports(settings)
@@ -341,7 +341,7 @@ async def in_temporary_thread(load: Callable[[], Service]) -> Service:
         return await asyncio.wrap_future(thread.submit(load))
 
 
-def stop_asked_for(settings: ServerSettings) -> asyncio.Event:
+def stop_event(settings: ServerSettings) -> asyncio.Event:
     """Return an event set by SIGINT, SIGTERM or, if configured, the end of stdin."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

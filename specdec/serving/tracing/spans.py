@@ -83,8 +83,8 @@ class OpenSpan:
 
     def __init__(self, tracer: trace.Tracer, timeline: Timeline, above: Context) -> None:
         self._epoch = time.time() - time.monotonic()  # when `time.monotonic` was 0
-        asked = timeline.attributes
-        name = f"{asked['operation']} {asked['model']}" if "operation" in asked else timeline.name
+        attributes = timeline.attributes
+        name = f"{attributes['operation']} {attributes['model']}" if "operation" in attributes else timeline.name
         self.span = tracer.start_span(
             name, above, kind=trace.SpanKind.SERVER, start_time=self._nanoseconds(timeline.began)
         )

@@ -10,7 +10,7 @@ import pytest
 from bench.systems.pod import FAR, RANKS
 from bench.systems.profiles import PROFILES, Profile, Times
 from bench.systems.simulated_gpu import KEPT, PERIOD, TEMPERATURE, TOP_P, SimulatedGpu
-from specdec.decoding.candidates import AskedRow, draft_candidates
+from specdec.decoding.candidates import QueriedRow, draft_candidates
 from specdec.decoding.choice import choose
 from specdec.decoding.draft_logits import HostDraftLogits
 from specdec.decoding.query import RequestSampler, SamplingQuery
@@ -89,7 +89,9 @@ def test_rows_are_as_flat_as_a_model_s() -> None:
 def test_a_draft_s_candidates_are_those_of_the_rows() -> None:
     engine = SimulatedGpu(VOCABULARY, 100, lambda rows: 0.0)
     samplings = [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=4), Sampling(logit_bias={7: 50.0})]
-    rows = [AskedRow(row, SamplingQuery(RequestSampler(samplings[row % 3]), row + 1), VOCABULARY) for row in range(20)]
+    rows = [
+        QueriedRow(row, SamplingQuery(RequestSampler(samplings[row % 3]), row + 1), VOCABULARY) for row in range(20)
+    ]
     want = draft_candidates(HostDraftLogits(engine.forward(chain(engine, 20))), rows, 3)
     got = draft_candidates(draft_pass_of(engine)(chain(engine, 20)), rows, 3)
     for part, expected in zip(got, want, strict=True):

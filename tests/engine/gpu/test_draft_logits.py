@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.decoding.candidates import AskedRow, draft_candidates
+from specdec.decoding.candidates import QueriedRow, draft_candidates
 from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, HostDraftLogits, shortlists
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
@@ -36,7 +36,7 @@ def test_candidates_are_those_of_rows_in_memory() -> None:
     random = np.random.default_rng(1)
     logits = random.normal(0, 3, (8, 900)).astype(np.float32)
     samplings = [Sampling(), Sampling(temperature=0.8, top_p=0.95), Sampling(temperature=1.0, logit_bias={5: 9.0})]
-    rows = [AskedRow(at, SamplingQuery(RequestSampler(samplings[at % 3]), at), 900 - at) for at in range(8)]
+    rows = [QueriedRow(at, SamplingQuery(RequestSampler(samplings[at % 3]), at), 900 - at) for at in range(8)]
     want = draft_candidates(HostDraftLogits(logits), rows, 4)
     got = draft_candidates(GpuDraftLogits(torch.from_numpy(logits).to(DEVICE)), rows, 4)
     for part, expected in zip(got, want, strict=True):

@@ -26,10 +26,10 @@ from specdec.engine.kv.slots import KVPool
 from specdec.engine.memory import free_by_driver, free_bytes
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError
+from specdec.engine.onnx.draft_logits import OnnxDraftLogits
 from specdec.engine.onnx.engine import OnnxEngine
 from specdec.engine.onnx.export import export
 from specdec.engine.onnx.providers import CPU, CUDA, OnnxDevice, check_started, parse_device, providers
-from specdec.engine.onnx.shortlists import OnnxDraftLogits
 from specdec.engine.onnx_runtime import ort
 from specdec.engine.placement import Placement
 from specdec.engine.unsupported import UnsupportedModelError

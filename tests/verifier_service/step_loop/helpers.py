@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.decoding.query import TokenMask
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.speculation import CandidateSource
-from specdec.decoding.token_mask import TokenMask
 from tests.replay.clock import Clock
 from tests.verifier_service.fakes import BAD, Client, TextEngine
 from verifier_service.scheduling.memory_forecast import TextLengths

@@ -12,10 +12,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from specdec.decoding.query import SamplingQuery
+from specdec.decoding.query import SamplingQuery, TokenMask
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.step_logits import StepLogits
-from specdec.decoding.token_mask import TokenMask
 from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import Pass
 from specdec.engine.kv.blocks import BLOCK

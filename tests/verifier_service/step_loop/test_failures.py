@@ -11,10 +11,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from specdec.decoding.query import SamplingQuery
+from specdec.decoding.query import SamplingQuery, TokenMask
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.step_logits import StepLogits
-from specdec.decoding.token_mask import TokenMask
 from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import Pass
 from specdec.engine.gpu.sampler import GpuLogits

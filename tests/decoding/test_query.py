@@ -1,12 +1,11 @@
-"""Which tokens banned sequences rule out, against a plain search of the text's end."""
+"""The sampling query: the tokens that banned sequences rule out, against a plain search of the text's end."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.decoding.banned_sequences import BannedSequences
-from specdec.decoding.query import RequestSampler
+from specdec.decoding.query import BannedSequences, RequestSampler
 from specdec.decoding.sampling import Sampling
 
 TEXTS = st.lists(st.integers(0, 3), max_size=8)

@@ -1,4 +1,4 @@
-"""Shortlists of logits on ONNX Runtime's device: a small graph computes them there, and the host fetches them."""
+"""A draft's logits on ONNX Runtime's device, with shortlists that a small graph computes there for the host."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, shortlists
+from specdec.engine.onnx.draft_logits import OnnxDraftLogits
 from specdec.engine.onnx.export import shortlists_graph
 from specdec.engine.onnx.providers import CPU
-from specdec.engine.onnx.shortlists import OnnxDraftLogits
 from specdec.engine.onnx_runtime import ort
 
 
