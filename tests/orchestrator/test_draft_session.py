@@ -67,6 +67,10 @@ def draft_pod() -> Pod:
     return Pod("draft", SimpleNamespace())  # type: ignore[arg-type]
 
 
+def is_closed(pod: Pod) -> bool:
+    return pod.breaker.state == "closed"
+
+
 def commit(**fields: Any) -> verifier_pb2.Commit:
     usual: dict[str, Any] = {"drafting_wanted": True, "min_candidate_probability": 0.5, "steps": 1}
     return verifier_pb2.Commit(committed=model_pb2.Committed(base=3, tokens=[5]), **(usual | fields))
@@ -115,7 +119,7 @@ async def test_only_a_draft_that_sends_nothing_to_anybody_is_left_alone_by_all(
         session.on_commit(commit())
         assert isinstance(session.aborted_by, LaggingError)
         Drafting(context(), Sink())._note_end(session, session.aborted_by)
-    assert (pod.breaker.state == "closed") is (others_have_some or starves)
+    assert is_closed(pod) is (others_have_some or starves)
 
 
 def test_an_accepted_candidate_speaks_for_the_draft() -> None:
@@ -135,16 +139,16 @@ def test_what_another_proposer_guesses_neither_speaks_for_a_draft_nor_against_it
         session.on_commit(commit(offered=4))
     session.on_commit(commit(offered=4))
     assert isinstance(session.aborted_by, UselessError)
-    assert session.pod.breaker.state != "closed"
+    assert not is_closed(session.pod)
     session.on_commit(commit(**ACCEPTED))
-    assert session.pod.breaker.state == "closed"
+    assert is_closed(session.pod)
 
 
 def test_a_verifier_that_wants_no_candidates_says_nothing_of_a_drafts_pod() -> None:
     session = RecordingSession()
     session.pod.breaker.failed(conclusive=True)
     assert session.on_commit(commit(drafting_wanted=False))
-    assert session.pod.breaker.state != "closed"
+    assert not is_closed(session.pod)
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,11 @@ class Revision:
     ready: bool = True
 
 
-def by_share(revisions: Sequence[Any], point: float) -> Any:
+def by_share(revisions: Sequence[Any], point: float) -> Revision:
     """Choose among fakes: only a revision's share and readiness matter."""
-    return catalog.by_share(revisions, point)
+    chosen: Any = catalog.by_share(revisions, point)
+    assert isinstance(chosen, Revision)
+    return chosen
 
 
 SHARES = st.lists(st.integers(0, 1000).map(float), min_size=1, max_size=5).filter(any)
