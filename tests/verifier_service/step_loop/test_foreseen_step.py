@@ -208,7 +208,7 @@ def test_it_is_the_step_that_would_be_planned(packer: type[Packer], rows: Invari
     if packer is BlockPacker:
         rows = None  # as with vLLM
     pool = BlockPool(40)
-    loop: Any = SimpleNamespace(context=1000, attach=lambda _: None)
+    loop: Any = SimpleNamespace(context=1000, enqueue=lambda _: None)
     entries = [Client(loop, text(length, length), 50).running for length in (300, 5, 70)]
     for entry in entries:
         entry.session.allocate(pool)
