@@ -95,9 +95,8 @@ class Deployment:
         """Run a sample; return its text."""
         tokens: list[int] = []
         finish = generation_pb2.Finish()
-        async for response in Generation(
-            sample, self._revision, self._revision.peers, None, SampleTimeline(Timeline())
-        ).run():
+        timeline = SampleTimeline(Timeline(), self._revision.stats.failover_events)
+        async for response in Generation(sample, self._revision, self._revision.peers, None, timeline).run():
             tokens += response.tokens
             finish = response.finish
         return GeneratedText(tokens, finish)

@@ -275,7 +275,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         deadline = None if remaining is None else time.monotonic() + remaining
         several = len(request.samples) > 1
         counts = revision.stats.failover_events
-        recorded = [SampleTimeline(timeline, sample if several else None, counts) for sample in request.samples]
+        recorded = [SampleTimeline(timeline, counts, sample if several else None) for sample in request.samples]
         prefixes = PrefixAnswers()
         runs = [
             coalesced(Generation(sample, revision, peers, deadline, sample_timeline, prefixes).run())

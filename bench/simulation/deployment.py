@@ -173,7 +173,8 @@ class Deployment:
             contrast=model_pb2.Contrast(),
             typicality=model_pb2.Typicality(),
         )
-        generation = Generation(sample, self._revision, self._peers, None, SampleTimeline(Timeline()))
+        timeline = SampleTimeline(Timeline(), self._revision.stats.failover_events)
+        generation = Generation(sample, self._revision, self._peers, None, timeline)
         tokens: list[int] = []
         async for response in generation.run():
             tokens += response.tokens

@@ -49,13 +49,11 @@ FailoverReason = Literal[
 class SampleTimeline:
     """The part of one sample in the timeline of its request, and the sample's failover events."""
 
-    def __init__(
-        self, timeline: Timeline, sample: Sample | None = None, all_failover_events: Counter[str] | None = None
-    ) -> None:
-        """`sample`: the sample to name in events, if the request has several. `all_failover_events`: the counts over
-        all samples of the revision, by reason."""
+    def __init__(self, timeline: Timeline, all_failover_events: Counter[str], sample: Sample | None = None) -> None:
+        """`all_failover_events`: the counts over all samples of the revision, by reason; `sample`: the sample to name
+        in events, if the request has several."""
         self.failover_events: Counter[str] = Counter()  # by reason
-        self._all_failover_events: Counter[str] = Counter() if all_failover_events is None else all_failover_events
+        self._all_failover_events = all_failover_events
         self._timeline = timeline
         self._which: dict[str, Value] = {} if sample is None else {"sample": sample.index}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -50,4 +51,5 @@ def context(peers: Peers | None = None, **fields: Any) -> SampleContext:
     """Return the context of a sample with these fields and no deadline."""
     wanted = sample(**fields)
     text, granted = CommittedText(wanted), GrantedLimits(wanted.speculation)
-    return SampleContext(wanted, MODEL, peers or Peers(Pods()), None, text, granted, SampleTimeline(Timeline()))
+    timeline = SampleTimeline(Timeline(), Counter())
+    return SampleContext(wanted, MODEL, peers or Peers(Pods()), None, text, granted, timeline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -37,7 +38,7 @@ from tests.models import make
 )
 def test_a_pause_is_no_failover(reason: FailoverReason, event: str, level: str) -> None:
     timeline = Timeline()
-    sample_timeline = SampleTimeline(timeline)
+    sample_timeline = SampleTimeline(timeline, Counter())
     with captured_logs() as logs:
         sample_timeline.failover_event(reason, "a:1", "because")
     assert [(logged["event"], logged["log_level"], logged["reason"]) for logged in logs] == [(event, level, reason)]
@@ -56,9 +57,9 @@ def transcript(**fields: Any) -> SampleTranscript:
 
 def test_the_end_says_who_proposed_and_what_decided() -> None:
     timeline = Timeline()
-    with SampleTimeline(timeline).figures(transcript(modes={"ngram": 3}, without={"row_cost": 2})):
+    with SampleTimeline(timeline, Counter()).figures(transcript(modes={"ngram": 3}, without={"row_cost": 2})):
         pass
-    with SampleTimeline(timeline).figures(transcript(modes={"ngram": 3}, without={"row_cost": 1})):
+    with SampleTimeline(timeline, Counter()).figures(transcript(modes={"ngram": 3}, without={"row_cost": 1})):
         pass
     found = timeline.attributes
     assert (found["tokens.ngram"], found["tokens.plain"]) == (4, 2)
@@ -76,14 +77,14 @@ def test_cached_tokens_of_a_prompt_count_once(tmp_path: Path) -> None:
     record_parsed(timeline, request)
     ended.usage.cached_tokens = 1
     for sample in reversed(request.samples):
-        with SampleTimeline(timeline, sample).figures(ended):
+        with SampleTimeline(timeline, Counter(), sample).figures(ended):
             pass
     assert (timeline.texts, timeline.attributes["cached_tokens"]) == (2, 1)
 
 
 def test_a_faulty_verifier_does_not_fill_a_timeline() -> None:
     timeline = Timeline()
-    with SampleTimeline(timeline).figures(transcript(modes={"m" * 5000: 3}, without={"w" * 5000: 3})):
+    with SampleTimeline(timeline, Counter()).figures(transcript(modes={"m" * 5000: 3}, without={"w" * 5000: 3})):
         pass
     (told,) = cast("list[str]", timeline.attributes["speculation"])
     assert len(told) == MAX_EXPLANATION

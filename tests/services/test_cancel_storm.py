@@ -49,7 +49,8 @@ async def test_a_caller_that_leaves_with_the_last_token_has_not_cancelled(direct
         request = request_of(PROMPT, max_tokens=4, ignore_end_token=True, tenant="one")
         (sample,) = parse(request, services.model).samples
         revision = services.catalog.choose(request)
-        responses = Generation(sample, revision, services.peers, None, SampleTimeline(Timeline())).run()
+        timeline = SampleTimeline(Timeline(), revision.stats.failover_events)
+        responses = Generation(sample, revision, services.peers, None, timeline).run()
         async for response in responses:
             if response.HasField("finish"):
                 break
