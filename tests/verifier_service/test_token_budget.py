@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +18,8 @@ from tests.verifier_service.step_loop.helpers import client, turns
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.costs.token_budget import WindowCosts, select_candidates
 from verifier_service.scheduling.cpu_threads import FixedThreads
-from verifier_service.scheduling.step_prompts import PrefillSlowdown, StepPrompts, prefill_chunks
+from verifier_service.scheduling.shares import Urgent
+from verifier_service.scheduling.step_prompts import PrefillSlowdown, StepPrompts
 from verifier_service.scheduling.step_shares import StepShares
 from verifier_service.settings.tuning import DEFAULTS
 
@@ -179,11 +182,22 @@ def chunks_of(
     slowdown: float = 1.0,
     urgent_rows: int = 0,
 ) -> list[int]:
-    """Return how many tokens of each prompt a step with `rows` rows takes, with limits of `most` rows."""
+    """Return how many tokens of each prompt a step with `rows` rows takes, with limits of `most` rows, after
+    `urgent_rows` rows of an urgent prompt."""
     step = StepPrompts(FixedThreads(latency), StepShares(most), most, most, TUNING)
     step.slowdown.factor = slowdown
-    budget = step.prefill_budget(len(prompts), decoding, rows, urgent_rows)
-    return prefill_chunks(prompts, budget, [1.0] * len(prompts))
+    waiting = [_prompt(count) for count in prompts]
+    ahead = [_prompt(urgent_rows, tenant="urgent")] if urgent_rows else []
+    urgent = Urgent({"urgent"}, set())
+    found = step.chunks([*ahead, *waiting], urgent, decoding, rows, 0, None, goes_first=False)
+    assert [entry for entry, _ in found] == [*ahead, *waiting]
+    return [chunk for _, chunk in found[len(ahead) :]]
+
+
+def _prompt(remaining: int, tenant: str = "") -> Any:
+    """Return a session with this many tokens of its prompt left to compute."""
+    session = SimpleNamespace(computable=remaining, scores_prompt=False)
+    return SimpleNamespace(tenant=tenant, weight=1.0, session=session)
 
 
 class TestPrefillChunks:
@@ -230,7 +244,14 @@ class TestPrefillChunks:
         self, prompts: list[int], latency: StepLatency, most: int, urgent_rows: int
     ) -> None:
         total = sum(chunks_of(prompts, 0, latency, 0, most, urgent_rows=urgent_rows))
-        assert total == min(sum(prompts), max(most - urgent_rows, len(prompts)))
+        assert total == min(sum(prompts), max(most - min(urgent_rows, most), len(prompts)))
+
+    @given(remaining, st.integers(1, 4), any_cost, budgets, st.integers(1, 600))
+    def test_urgent_prompts_bring_others_nothing(
+        self, prompts: list[int], decoding: int, latency: StepLatency, most: int, urgent_rows: int
+    ) -> None:
+        beside = sum(chunks_of(prompts, decoding, latency, decoding, most, urgent_rows=urgent_rows))
+        assert beside <= sum(chunks_of(prompts, decoding, latency, decoding, most))
 
     @given(remaining, st.floats(0.0, 5.0), st.floats(0.0, 5.0), st.integers(1, 40), budgets)
     def test_dearer_rows_are_fewer(self, prompts: list[int], one: float, other: float, rows: int, most: int) -> None:

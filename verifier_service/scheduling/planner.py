@@ -111,12 +111,14 @@ class Planner:
         self.shares.begin(division)
         sessions = self._without_yielding(ready, division)
         chosen = self._choose(sessions, spent)
-        plan = self._fill(sessions, chosen)
-        for entry, rows in plan.entries[: len(sessions.speculating)]:
+        pack, written, entries, taken = self._fill(sessions, chosen)
+        for entry, rows in entries[: len(sessions.speculating)]:
             rows.undrafted = self._eligibility.lacks_remote_draft(entry.session)
             rows.drafted = not rows.undrafted and self._eligibility.uses_remote_draft(entry.session)
-        self._explain(plan.entries, chosen, sessions.decoding, plan.rows)
-        return plan
+        self._explain(entries, chosen, sessions.decoding, taken)
+        expected = self._threads.latency.of(taken) + sum(entry.usual_grammar_seconds for entry, _ in entries)
+        plan = StepPlan(pack, written, entries, taken, expected, sessions.sitting_out, division)
+        return plan if plan.decodes_only else replace(plan, expected=expected * self._prompts.slowdown.factor)
 
     def _without_yielding(self, ready: Sequence[RunningSession], division: Division | None) -> _StepSessions:
         """Return the sessions of the step, without those that yield to urgent prompts."""
@@ -155,14 +157,17 @@ class Planner:
             entry.session.ngrams.close_window()
         return chosen
 
-    def _fill(self, sessions: _StepSessions, chosen: StepCandidates) -> StepPlan:
-        """Return the plan: with the batch packed ahead, or with a new one that has chunks of prompts."""
+    def _fill(
+        self, sessions: _StepSessions, chosen: StepCandidates
+    ) -> tuple[Callable[[], PackedBatch], Sequence[int] | Slots, list[tuple[RunningSession, ScheduledRows]], int]:
+        """Fill the step: take the batch packed ahead, or pack a new one with chunks of prompts. Return the first four
+        fields of its `StepPlan`."""
         prompts, plain, speculating = sessions.prompts, sessions.plain, sessions.speculating
         foreseen = self._foreseen.take([*speculating, *plain])
         # The foreseen batch has one row per text: usable only if nothing else has joined the step.
         if foreseen is not None and not (prompts or any(chosen.nodes) or any(chosen.windows)):
             batch, entries = foreseen
-            return self._step_plan(lambda: batch, batch.slots, entries, len(entries), sessions)
+            return (lambda: batch), batch.slots, entries, len(entries)
         packer, decoding = self._packer(), sessions.decoding
         entries = self._schedule(packer, zip(speculating, chosen.nodes, chosen.windows, strict=True), plain)
         chunks = self._prompts.chunks(
@@ -175,20 +180,7 @@ class Planner:
             goes_first=sessions.goes_first,
         )
         entries += [(entry, entry.session.plan(packer, chunk, [], [])) for entry, chunk in chunks]
-        return self._step_plan(packer.pack, packer.slots, entries, len(packer.tokens), sessions)
-
-    def _step_plan(
-        self,
-        pack: Callable[[], PackedBatch],
-        written: Sequence[int] | Slots,
-        entries: list[tuple[RunningSession, ScheduledRows]],
-        rows: int,
-        sessions: _StepSessions,
-    ) -> StepPlan:
-        """Return the plan of a step over these rows, with the seconds that it is expected to take."""
-        expected = self._threads.latency.of(rows) + sum(entry.usual_grammar_seconds for entry, _ in entries)
-        plan = StepPlan(pack, written, entries, rows, expected, sessions.sitting_out, sessions.division)
-        return plan if plan.decodes_only else replace(plan, expected=plan.expected * self._prompts.slowdown.factor)
+        return packer.pack, packer.slots, entries, len(packer.tokens)
 
     def pack_next(self, plan: StepPlan) -> None:
         """Pack the next step, if it can be foreseen."""

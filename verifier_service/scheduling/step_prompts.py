@@ -110,13 +110,12 @@ class StepPrompts:
         if goes_first:
             budget = max(self._tuning.min_chunk_tokens, self._prefill_rows - rows)
         else:
-            budget = self.prefill_budget(len(first), decoding, rows)
-        ahead = prefill_chunks([entry.session.computable for entry in first], budget, prompt_weights(first))
-        budget = self.prefill_budget(len(others), decoding, rows, urgent_rows=sum(ahead))
-        rest = prefill_chunks([entry.session.computable for entry in others], budget, prompt_weights(others))
-        return [*zip(first, ahead, strict=True), *zip(others, rest, strict=True)]
+            budget = self._budget(len(first), decoding, rows)
+        ahead = _divided(first, budget)
+        urgent_rows = sum(chunk for _, chunk in ahead)
+        return ahead + _divided(others, self._budget(len(others), decoding, rows, urgent_rows))
 
-    def prefill_budget(self, prompts: int, decoding: int, rows: int, urgent_rows: int = 0) -> int:
+    def _budget(self, prompts: int, decoding: int, rows: int, urgent_rows: int = 0) -> int:
         """Return how many tokens of `prompts` prompts to compute beside `rows` rows of `decoding` sessions and
         `urgent_rows` rows of urgent prompts.
 
@@ -170,17 +169,18 @@ class StepPrompts:
         return max(fitting, self._tuning.min_chunk_tokens if seconds > 0 else 0)
 
 
-def prefill_chunks(remaining: Sequence[int], budget: int, weights: Sequence[float]) -> list[int]:
-    """Return how many tokens of each prompt to compute, at least one. The prompts share the budget by `weights`, and
-    the unused share of a short prompt goes to the others (max-min)."""
-    shares = [0] * len(remaining)
+def _divided(prompts: Sequence[RunningSession], budget: int) -> list[Chunk]:
+    """Return how many tokens of each prompt to compute, at least one. The prompts share the budget by weight, and the
+    unused share of a short prompt goes to the others (max-min)."""
+    remaining, weights = [entry.session.computable for entry in prompts], prompt_weights(prompts)
+    shares = [0] * len(prompts)
     waiting = sum(weights)
     # Smallest need per weight first: its unused share is then divided among the rest.
     for index in sorted(range(len(remaining)), key=lambda index: remaining[index] / weights[index]):
         shares[index] = min(remaining[index], max(1, int(budget * weights[index] / max(waiting, weights[index]))))
         budget -= shares[index]
         waiting -= weights[index]
-    return shares
+    return list(zip(prompts, shares, strict=True))
 
 
 def _cut(chunks: list[Chunk], most: int) -> list[Chunk]:
