@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,7 @@ with needed_by("openai", "openai"):
     from specdec import ports
     from specdec.command_line import address, run_command
     from specdec.openai_api.http_server import KEEP_ALIVE_SECONDS, MAX_CONNECTIONS
+    from specdec.openai_api.origins import origin
     from specdec.openai_api.process import OrchestratorEndpoints, serve
     from specdec.openai_api.response_store import (
         MAX_STORED_BYTES,
@@ -25,25 +25,6 @@ with needed_by("openai", "openai"):
     from specdec.serving.process.server import ServerSettings, run_program
     from specdec.wire.address import Address
     from specdec.wire.tls_files import TlsError, TlsFiles
-
-
-ANY, NULL = "*", "null"
-"""Any origin, and the origin of sandboxed pages and of pages from files."""
-
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/:@?#\[\]A-Z]+)(:[0-9]{1,5})?")
-
-
-def origin(text: str) -> str:
-    """Parse an origin option; typer.BadParameter for a text that no browser sends as an origin."""
-    own_port = (text.startswith("https:") and text.endswith(":443")) or (
-        text.startswith("http:") and text.endswith(":80")
-    )
-    if text not in (ANY, NULL) and (own_port or not text.isascii() or not _ORIGIN.fullmatch(text)):
-        raise typer.BadParameter(
-            f"{text!r}: an origin is null, * or a scheme, a lower-case host and optionally a non-default port, "
-            "without a path or trailing slash, such as https://chat.example.com"
-        )
-    return text
 
 
 @serving(ports.OPENAI, without=GRPC_ONLY)

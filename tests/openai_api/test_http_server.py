@@ -19,8 +19,8 @@ import typer
 from starlette.types import Receive, Scope, Send
 
 from specdec.openai_api import bodies, http_server
-from specdec.openai_api.__main__ import origin
 from specdec.openai_api.http_server import HttpServer, ServerTls
+from specdec.openai_api.origins import origin
 from specdec.serving.process.listening import bound
 from specdec.wire.tls_files import TlsError, TlsFiles
 from tests.captured_logs import captured_logs
