@@ -1,5 +1,5 @@
-"""Pass times: T_d(n), the seconds of a draft pass over n nodes with all its host work. They set the expansion width, as
-measured at start-up, and while serving the choice of nodes that pay.
+"""Pass times: T_d(n), the seconds of a draft pass over n nodes. As measured at start-up, they set the expansion width;
+as measured while serving, with all host work, the choice of nodes that pay.
 
 Expanding one node per pass, the best, computes the fewest nodes. Several per pass give a deeper and wider tree sooner,
 since an accelerator's step over a few rows takes about as long as over one. How many nodes a session has in a pass

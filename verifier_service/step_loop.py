@@ -83,8 +83,8 @@ class _FailedPass:
 class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     """The step loop of a verifier.
 
-    `step_rows`: limit on the rows of a step with prompts (as in `StepPrompts`), lowered for steps of only prompts if
-    more rows save nothing; `max_unread_tokens`: tokens a session may be ahead of its client's reading;
+    `step_rows`: limit on the rows of a step with prompts; steps of only prompts have fewer if more rows save nothing
+    (`StepPrompts`); `max_unread_tokens`: tokens a session may be ahead of its client's reading;
     `suffix_cache_tokens`: tokens of finished texts kept per tenant; unless it is 0, a tenant's texts also share the
     n-grams of their windows; `latency`: latency model of the target's steps, measured by default; `controller`: a
     single controller for all texts, instead of one per group; `draft_model`: the local draft; `heads`: used in place of

@@ -143,7 +143,7 @@ class DraftSession(PeerStream):
         self._wanted_since: float | None = None  # when the draft's first candidates became wanted; monotonic
         self._query: model_pb2.DraftQuery | None = None  # unanswered (CONTRASTIVE)
         self._vocabulary: int | None = None  # number of the draft's token ids, from its first distribution
-        self._asked_before: int | None = None  # base of a former verifier's query, whose answer may still arrive
+        self._former_query: int | None = None  # base of a former verifier's query, whose answer may still arrive
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -241,7 +241,7 @@ class DraftSession(PeerStream):
         self._vocabulary = row.size
         if not row.answer or self._query is None or base != self._query.base or distribution.parent:
             return
-        if base != self._asked_before:
+        if base != self._former_query:
             asked = query_from(self._query, vocabulary).ids
             expected = contrastive.answered_ids(asked, row.size)
             same = row.ids is None if expected is None else np.array_equal(() if row.ids is None else row.ids, expected)
@@ -268,7 +268,7 @@ class DraftSession(PeerStream):
             self.abort(error)
         self._awaited_since = None
         if self._query is not None:
-            self._asked_before = self._query.base
+            self._former_query = self._query.base
         self._query = None
         self._flow = CandidateFlow(state.max_nodes)
         for message in self._control.another_verifier(state):

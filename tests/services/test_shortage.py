@@ -131,11 +131,12 @@ def test_texts_go_on_while_a_pod_gets_no_memory(run: tuple[Pods, Shortage], leas
     pods, shortage = run
     before = [pods.text(number) for number in range(READERS)]
     shortage.begin(least)
-    read, deadline = 0, time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and (read < READERS or shortage.failed == 0):
-        read += read_for(pods, SHORT_SECONDS, threading.Event())
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        assert read_for(pods, SHORT_SECONDS, threading.Event()) >= READERS
+        if shortage.failed or time.monotonic() > deadline:  # on a busy machine a draft may be late for all texts
+            break
     shortage.end()
-    assert read >= READERS
     assert shortage.failed > 0
     assert pods.victim.ending() in (None, f"exit status {int(ExitStatus.SHORT_OF_MEMORY)}: memory was short")
     assert [pods.text(number) for number in range(READERS)] == before

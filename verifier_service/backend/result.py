@@ -216,7 +216,7 @@ class StepSeconds(NamedTuple):
 class CommitDetails:
     """Fields of a session's commit that are not in the verify result. Durations are in seconds."""
 
-    forward: float  # of its last step, as are the next two
+    forward: float  # of the step it is sent after, as are the next two; 0 outside of any step
     step: float
     waited: float  # step delay, for candidates
     queued: float  # wait for memory since the session's last commit
