@@ -79,9 +79,11 @@ def _forget(target: str, access: Access, tenant: str, timeout: float) -> None:
         try:
             gone = stub.Forget(learning_pb2.ForgetRequest(tenant=tenant), timeout=timeout, metadata=access.metadata)
         except grpc.RpcError as error:
-            raise from_rpc(error) from None
+            raise from_rpc(error, "a draft service that keeps texts or tries versions") from None
     rolled_back = f"; rolled back: {', '.join(gone.versions)}" if gone.versions else ""
     print(f"{target}: {gone.texts} texts, {gone.tokens} tokens forgotten{rolled_back}")
+    if not (gone.texts or gone.versions or gone.first_learned):
+        say(f"{target}: nothing of tenant {tenant!r} was known here; later versions that learned from it are refused")
     if gone.first_learned:
         why = "the --model that this service started with has learned from this tenant"
         say(f"{target}: {why}: restart it with another one")

@@ -152,11 +152,12 @@ def _of_draft(stats: DraftServiceGetStatsResponse, before: Stats | None) -> Iter
     guessed = percent(stats.guessed_tokens, stats.committed_tokens)
     yield "tokens", f"{stats.committed_tokens} committed, {guessed} guessed before"
     if stats.kept_texts:
-        age = f"{stats.kept_age_us / 6e7:.0f} minutes"
+        minutes = round(stats.kept_age_us / 6e7)
+        age = f"{minutes} minute{'s' * (minutes != 1)}"
         logprobs = f", {stats.kept_logprob_bytes / 1e6:.1f} MB of log-probabilities" if stats.kept_logprob_bytes else ""
         yield (
-            "kept to learn from",
-            f"{stats.kept_texts} texts, {stats.kept_tokens} tokens, the oldest for {age}{logprobs}",
+            "kept texts",
+            f"{stats.kept_texts}, {stats.kept_tokens} tokens, the oldest for {age}{logprobs}",
         )
     for number, version in enumerate(stats.versions):
         yield "" if number else "versions", _version(version)

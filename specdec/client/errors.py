@@ -151,8 +151,8 @@ def read(reader: Callable[[Response], Content], response: Response | None) -> Co
         raise ServerError(f"the server's response is invalid: {error}", code=grpc.StatusCode.INTERNAL) from error
 
 
-def from_rpc(error: grpc.RpcError) -> SpecdecError:
-    """Return the error to raise to the caller for an RpcError."""
+def from_rpc(error: grpc.RpcError, server: str = "an orchestrator") -> SpecdecError:
+    """Return the error to raise to the caller for an RpcError. `server`: the kind of server that was called."""
     details = dict(_details(error))
     retry = details.get("google.rpc.RetryInfo")
     try:
@@ -172,7 +172,7 @@ def from_rpc(error: grpc.RpcError) -> SpecdecError:
             kind = InvalidRequest  # the message is too long: retries cannot help
         if error.code() in _BROKEN and not _REFUSED.search(message):
             kind = Unavailable
-        message = _in_other_words(error.code(), message)
+        message = _in_other_words(error.code(), message, server)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # the same message, whichever end notices first
         message = "the timeout has passed"
     return kind(
@@ -185,10 +185,10 @@ def from_rpc(error: grpc.RpcError) -> SpecdecError:
     )
 
 
-def _in_other_words(code: grpc.StatusCode, details: str) -> str:
+def _in_other_words(code: grpc.StatusCode, details: str, server: str) -> str:
     """Return gRPC's own message, reworded for the person who must act on it."""
     if code is grpc.StatusCode.UNIMPLEMENTED:  # the server has no such service
-        return f"the server is not an orchestrator, or has another protocol version than this client, {PACKAGE}"
+        return f"the server is not {server}, or has another protocol version than this client, {PACKAGE}"
     if code is grpc.StatusCode.UNAVAILABLE and "last error: " in details:
         why = unquote(re.sub("^[A-Z_]+: (ipv[46]:)?", "", details.rpartition("last error: ")[2]))
         remedy = mismatch(why)

@@ -143,4 +143,4 @@ def kept_texts(
         answers = stub.GetTraffic(learning_pb2.GetTrafficRequest(), timeout=seconds, metadata=metadata)
         return [text for answer in answers for text in answer.texts]
     except grpc.RpcError as error:
-        raise TextError(f"--traffic: {target}: {from_rpc(error)}") from None
+        raise TextError(f"--traffic: {target}: {from_rpc(error, 'a draft service that keeps texts')}") from None

@@ -23,10 +23,11 @@ from specdec.wire.tls_files import TlsFiles
 from tests.certificates import Authority
 
 NAME = "drafts.example"
+NOTHING = learning_pb2.ForgetResponse()
 
 
 class Draft(learning_pb2_grpc.LearningServiceServicer):
-    """Keeps a text, unless it is broken."""
+    """Keeps a text of every tenant but "nobody", unless it is broken."""
 
     def __init__(self, broken: bool) -> None:
         self._broken = broken
@@ -34,7 +35,7 @@ class Draft(learning_pb2_grpc.LearningServiceServicer):
     def Forget(self, request: learning_pb2.ForgetRequest, context: grpc.ServicerContext) -> learning_pb2.ForgetResponse:
         if self._broken:
             context.abort(grpc.StatusCode.PERMISSION_DENIED, "no")
-        return learning_pb2.ForgetResponse(texts=1, tokens=8)
+        return learning_pb2.ForgetResponse(texts=1, tokens=8) if request.tenant != "nobody" else NOTHING
 
     def GetTraffic(
         self, request: learning_pb2.GetTrafficRequest, context: grpc.ServicerContext
@@ -95,6 +96,26 @@ def test_a_server_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> Non
     assert said.err.startswith(f"specdec: 127.0.0.1:{port}: ")
     assert said.err.endswith(": it may still keep the texts\n")
     assert end.value.code == ExitStatus.REFUSED
+
+
+def test_a_tenant_of_whom_nothing_is_known_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with drafts(1) as port:
+        forget_at([Address.parse(f"127.0.0.1:{port}")], "nobody", 20, OPEN)
+    said = capsys.readouterr()
+    assert said.out == f"127.0.0.1:{port}: 0 texts, 0 tokens forgotten\n"
+    assert "nothing of tenant 'nobody' was known here" in said.err
+
+
+def test_another_kind_of_server_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with ExitStack() as servers:
+        server = grpc.server(ThreadPoolExecutor(1))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        servers.callback(server.stop, None)
+        with pytest.raises(SystemExit) as end:
+            forget_at([Address.parse(f"127.0.0.1:{port}")], "acme", 20, OPEN)
+    assert "is not a draft service that keeps texts" in capsys.readouterr().err
+    assert end.value.code != 0
 
 
 def test_a_name_without_records_is_named(capsys: pytest.CaptureFixture[str]) -> None:
