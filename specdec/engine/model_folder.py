@@ -43,15 +43,19 @@ def check_replaceable(target: Path, marker: str, source: Path | None = None) -> 
 @contextmanager
 def replaced(target: Path, marker: str, source: Path | None = None) -> Iterator[Path]:
     """Yield an empty directory to write into, which replaces `target` afterwards, with the permissions that the umask
-    leaves. ModelDirectoryError as in `check_replaceable`. If `target` is a link, what it names is replaced. If an
-    exception is raised, the directory is removed. Services that use an earlier `target` keep the files that they have
-    open."""
+    leaves. ModelDirectoryError as in `check_replaceable`, or if the directory cannot be created. If `target` is a link,
+    what it names is replaced. If an exception is raised, the directory is removed. Services that use an earlier
+    `target` keep the files that they have open."""
     target = target.resolve()
     check_replaceable(target, marker, source)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(target)
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
-    partial.mkdir()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(target)
+        partial.mkdir()
+    except OSError as error:
+        why = "Not a directory" if isinstance(error, FileExistsError) else error.strerror or error
+        raise ModelDirectoryError(f"{target}: cannot be created: {why}: {error.filename}") from error
     try:
         yield partial
         for path in partial.rglob("*"):  # some writers let only their own user read

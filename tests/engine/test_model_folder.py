@@ -25,6 +25,15 @@ def test_a_folder_has_the_permissions_that_the_umask_leaves(umask: int, mode: in
     assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == mode & 0o666
 
 
+def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ModelDirectoryError, match="out: cannot be created: Not a directory: .*file$"),
+        replaced(tmp_path / "file" / "out", DESCRIPTION),
+    ):
+        pass
+
+
 def test_a_mount_point_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
     check_replaceable(tmp_path / "out", DESCRIPTION)
