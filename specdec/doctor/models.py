@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.check import Wanted, check
+from specdec.engine.preflight.device import is_exported
 from specdec.engine.preflight.dtype import dtype_of
 from specdec.engine.preflight.memory_needed import MemoryNeeded, memory_needed
 from specdec.engine.preflight.memory_table import memory_of
@@ -64,6 +66,9 @@ def models(target: Path | None, draft: Path | None, placement: Placement, heads:
 
             check_text(directories[0])
         opened = dict(zip(wanted, directories, strict=True))
+        with suppress(ModuleNotFoundError):  # without torch, the rest of the report still helps
+            for role, directory in opened.items():
+                _check_loads(directory, wanted[role].placement)
         needed = memory_of({role: (wanted[role], directory) for role, directory in opened.items()}, heads=beside)
         found = [_found(role, wanted[role].placement, opened[role], needed.get(role)) for role in wanted]
         if "target" in opened and "draft" in opened:
@@ -87,6 +92,12 @@ def models(target: Path | None, draft: Path | None, placement: Placement, heads:
     except ModuleNotFoundError as error:
         role = "draft" if target is None else "verifier"
         return ModelCheck([], hint(error, role) or str(error))
+
+
+def _check_loads(directory: ModelDirectory, placement: Placement) -> None:
+    """Raise an error if transformers is to load the model, and cannot: a service notices only at its start."""
+    if placement.kind != "vllm" and not is_exported(directory, placement):
+        load("specdec.engine.hf.pretrained").check_loads(directory)
 
 
 def _common_tokens(draft: ModelDirectory, target: ModelDirectory) -> int | None:

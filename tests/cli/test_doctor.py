@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,26 @@ def test_a_pair_that_can_be_served() -> None:
     assert done.stdout.count(": can be served") == 2
     assert "\n  one call a step          on\n" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("Ready: the target and the draft can be served here")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"num_hidden_layers": 7}, "9 tensors are missing, such as model.layers.6.input_layernorm.weight"),
+        ({"intermediate_size": 64}, "mlp.down_proj.weight has the shape"),
+        ({"num_attention_heads": 7}, "is not a multiple of the number of attention heads"),
+        ({"rope_scaling": {"type": "weird"}}, "transformers does not know rotary embeddings of type 'weird'"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_its_weights_is_named(
+    change: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    shutil.copytree(TARGET, tmp_path / "target")
+    config = tmp_path / "target" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    done = doctor_here("--model", tmp_path / "target")
+    assert done.exit_code == 1
+    assert why in done.stdout.splitlines()[-1]
 
 
 @pytest.mark.verify

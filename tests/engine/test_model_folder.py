@@ -28,7 +28,7 @@ def test_a_folder_has_the_permissions_that_the_umask_leaves(umask: int, mode: in
 def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
-        pytest.raises(ModelDirectoryError, match="out: cannot be created: Not a directory: .*file$"),
+        pytest.raises(ModelDirectoryError, match=r"out: cannot be created: Not a directory: .*file$"),
         replaced(tmp_path / "file" / "out", DESCRIPTION),
     ):
         pass

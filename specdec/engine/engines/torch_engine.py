@@ -79,7 +79,7 @@ class TorchEngine:
             self.hidden_size: int = self.model.get_output_embeddings().in_features
             self.model.set_output_embeddings(self.float32_head(self.model.get_output_embeddings()))
             self._quantise(DTYPES[dtype])
-            reference = ReferenceCheck.of(self.model, directory.vocabulary)
+            reference = ReferenceCheck.of(self.model, directory)
             self._lay_out(DTYPES[dtype])
         self.vocabulary = directory.vocabulary
         self.device, self.dtype = device, dtype

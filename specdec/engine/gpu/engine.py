@@ -112,7 +112,7 @@ class GpuEngine:
         self._cuda_graphs = cuda_graphs and torch.device(device).type == "cuda"
         with phase("weights"):
             self.model = load(directory, DTYPES[dtype], device)
-        own = ReferenceCheck.of(self.model, directory.vocabulary)
+        own = ReferenceCheck.of(self.model, directory)
         self.hidden_size: int = self.model.get_output_embeddings().in_features
         self.model.set_output_embeddings(GpuHead(self.model.get_output_embeddings()))
         self._joined = llama_like.fits(self.model)

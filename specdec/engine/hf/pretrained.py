@@ -20,7 +20,7 @@ from specdec.engine.hf.linear import is_plain
 from specdec.engine.hf.random_weights import RandomWeights
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError, in_one_line, with_class
-from specdec.engine.preflight.architectures import check_layers, check_rope
+from specdec.engine.preflight.architectures import check_layers, check_rope, rope_types
 from specdec.engine.preflight.quantisation import check_quantisation, quantised_by
 from specdec.engine.unsupported import UnsupportedModelError
 
@@ -47,8 +47,7 @@ def load(
     """Load a model with our attention; ModelDirectoryError or UnsupportedModelError, with the reason, if impossible. A
     quantised model keeps its own linear layers. `kept`: the weight files' dtype; if given, parameters stay in it until
     the caller converts them, while buffers have `dtype`."""
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()  # important reports are raised here as one-line errors
+    _be_quiet()
     config, kind = _configuration(directory, device)
     if isinstance(directory, RandomWeights):
         return _drawn(config, dtype, device, directory.seed)
@@ -62,6 +61,19 @@ def load(
     if is_quantised(model) and not is_plain(head):
         raise UnsupportedModelError(f"{directory.name}: its output head is quantised ({type(head).__name__})")
     return model
+
+
+def check_loads(directory: ModelDirectory) -> None:
+    """Raise ModelDirectoryError or UnsupportedModelError, as `load` would, for a wrong configuration, and for tensors
+    that are missing or have another shape. Reads no weights."""
+    _be_quiet()
+    _, kind = _configuration(directory, "cpu")
+    _read(directory, torch.float32, kind, device_map={"": "meta"})
+
+
+def _be_quiet() -> None:
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # important reports are raised here as one-line errors
 
 
 def _read(
@@ -84,6 +96,10 @@ def _read(
             )
         except Exception as error:  # transformers' errors have no common base
             quantised = f" (quantised by {method})" if (method := quantised_by(directory)) else ""
+            if isinstance(error, KeyError) and (key := in_one_line(error)) in map(repr, rope_types(directory.config)):
+                raise ModelDirectoryError(
+                    f"{directory.path}/config.json: transformers does not know rotary embeddings of type {key}"
+                ) from error
             why = in_one_line(error).replace(str(folder), str(directory.path))
             raise ModelDirectoryError(f"{directory.path}{quantised}: cannot be loaded: {why}") from error
     if report["missing_keys"]:  # transformers would continue with random numbers

@@ -14,7 +14,9 @@ from specdec.engine.engine import Engine
 from specdec.engine.hf import attention_hook
 from specdec.engine.hf.block_linear import BlockLinear
 from specdec.engine.hf.pretrained import is_quantised
+from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import with_class
+from specdec.engine.preflight.finite_weights import check_finite
 from specdec.engine.unsupported import UnsupportedModelError
 
 DISAGREEMENT = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
@@ -40,8 +42,10 @@ class ReferenceCheck:
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, model: PreTrainedModel, vocabulary: int) -> ReferenceCheck:
-        """Run the model's own forward pass; UnsupportedModelError if it fails, or its logits are not finite."""
+    def of(cls, model: PreTrainedModel, directory: ModelDirectory) -> ReferenceCheck:
+        """Run the model's own forward pass; UnsupportedModelError if it fails, or its logits are not finite.
+        ModelDirectoryError, with file and tensor, if a weight is not finite."""
+        vocabulary = directory.vocabulary
         text = np.random.default_rng(0).integers(1, vocabulary, TOKENS).tolist()
         branch = [(text[-2] + 1) % vocabulary, (text[-1] + 2) % vocabulary]
         texts = torch.tensor([text, text[:-2] + branch], device=model.device)
@@ -55,8 +59,9 @@ class ReferenceCheck:
         finally:
             model.set_attn_implementation(attention_hook.NAME)
         if not logits.isfinite().all():
+            check_finite(directory)
             narrow = ", with a maximum of 65504: use float32 or bfloat16" if dtype == torch.float16 else ""
-            raise UnsupportedModelError(f"{name}: its own logits are not finite in {str(dtype)[6:]}{narrow}")
+            raise UnsupportedModelError(f"{directory.path}: its own logits are not finite in {str(dtype)[6:]}{narrow}")
         return cls(name, allowed, text, branch, logits)
 
     @property

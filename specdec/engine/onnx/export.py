@@ -137,7 +137,7 @@ def export(
     """
     check_replaceable(target, DESCRIPTION, directory.path)
     model = load(directory, DTYPES[dtype], "cpu")
-    ReferenceCheck.of(model, directory.vocabulary)  # raises an error if the model does not run in this dtype
+    ReferenceCheck.of(model, directory)  # raises an error if the model does not run in this dtype
     drop_file_pages(".safetensors")
     weights = sum(parameter.nbytes for parameter in model.parameters())
     candidates = [bits] if bits is not None else _candidates(dtype, weights)

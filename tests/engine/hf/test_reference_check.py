@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from numpy.typing import NDArray
 
 from specdec.engine.batch import PackedBatch
 from specdec.engine.gpu.layout import SplitKvPacker
+from specdec.engine.hf.pretrained import load
 from specdec.engine.hf.reference_check import ReferenceCheck
+from specdec.engine.model_directory import WEIGHTS, ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.engine.unsupported import UnsupportedModelError
+from tests.models import make
 
 OWN = ReferenceCheck("Odd", 1e-3, [5, 6, 7, 8], [9, 4], torch.tensor([[1.0, 2.0, -8.0], [3.0, 0.5, 2.0]]))
 
@@ -58,3 +64,13 @@ def test_other_logits_are_refused(moved: float) -> None:
 def test_kernels_that_do_not_run_are_refused_in_one_line() -> None:
     with pytest.raises(UnsupportedModelError, match=r"^Odd cannot run .*: RuntimeError: there is no C compiler here$"):
         check(RuntimeError("there is no\n  C compiler here"))
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    path = make("llama", tmp_path / "model")
+    weights = safetensors.torch.load_file(path / WEIGHTS)
+    weights["model.norm.weight"][0] = np.nan
+    safetensors.torch.save_file(weights, path / WEIGHTS, metadata={"format": "pt"})
+    directory = ModelDirectory(path)
+    with pytest.raises(ModelDirectoryError, match=r"model.norm.weight has numbers that are not finite"):
+        ReferenceCheck.of(load(directory, torch.float32, "cpu"), directory)
