@@ -25,6 +25,10 @@ OWN_DRAFTERS = ALL_DRAFTERS - {CandidateSource.REMOTE}
 
 NO_DRAFTERS: frozenset[CandidateSource] = frozenset()
 
+RECENT_DRAFTERS = frozenset({CandidateSource.HEADS})
+"""Drafters that verifiers of the previous version refuse. Orchestrators do not name them for requests that choose no
+drafters; verifiers add them."""
+
 
 class Scorer(IntEnum):
     """How a draft scores candidates; numbers as in specdec.v2.DraftScorer."""
