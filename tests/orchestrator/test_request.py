@@ -276,6 +276,11 @@ def test_a_window_under_rejection_takes_the_place_of_the_draft(model: ServedMode
     assert "under REJECTION requires drafters without REMOTE" in problem
 
 
+def test_drafters_of_a_newer_client_are_ignored_beside_others(model: ServedModel) -> None:
+    newer: list[Any] = [model_pb2.DRAFTER_NGRAM, max(ALL_DRAFTERS) + 1]
+    assert asked(model, generation_pb2.Speculation(drafters=newer)).drafters == {model_pb2.DRAFTER_NGRAM}
+
+
 def test_only_who_names_neither_drafters_nor_a_window_leaves_them_to_the_verifier(model: ServedModel) -> None:
     assert asked(model, generation_pb2.Speculation(max_depth=3)).unspecified
     for speculation in (
