@@ -17,6 +17,7 @@ from specdec.openai_api.fields import CHAT_FIELDS, COMPLETION_FIELDS, UNSUPPORTE
 from specdec.text.generation_defaults import FIELDS, NOT_TAKEN
 from specdec.v2 import generation_pb2 as pb
 from specdec.wire.speculation import DRAFTERS
+from tests import samplings
 from tests.client.fake_server import FakeServer
 
 ROOT = Path(__file__).parent.parent
@@ -66,6 +67,11 @@ def test_it_has_a_range(name: str) -> None:
 def test_generation_config_sets_it_if_transformers_knows_it(name: str) -> None:
     assert (name in FIELDS) == hasattr(GenerationConfig(), name)
     assert name not in NOT_TAKEN
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_property_tests_vary_it(name: str) -> None:
+    assert name in samplings.VALUES
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
