@@ -34,7 +34,7 @@ with needed_by("verifier", "verifier"):
     from specdec.serving.process.options import Device, KvTokens, MaxSessions, MaxSessionsPerClient, Threads, serving
     from specdec.serving.process.server import ServerSettings, in_temporary_thread, run
     from specdec.serving.validation import MAX_CANDIDATES, MAX_WINDOW_ROWS, lookahead_violations
-    from specdec.wire.speculation import SPECULATIONS, SpeculationName
+    from specdec.wire.speculation import OWN_NAMES, SPECULATIONS, SpeculationName
     from verifier_service.heads_files import MAX_FEATURE_WINDOW, feature_source, read_heads
     from verifier_service.proposers.draft_model import DraftModelProposer
     from verifier_service.servicer import VerifierLimits, VerifierServicer
@@ -109,7 +109,7 @@ def main(
         SpeculationName,
         typer.Option(
             help="Drafters for requests that name none. auto: all, when they pay. Other values (draft, always, "
-            "local, off, or a single one of ngram, lookahead, local_model, heads, jacobi): as for `specdec generate`."
+            f"local, off, or a single one of {OWN_NAMES}, jacobi): as for `specdec generate`."
         ),
     ] = "auto",
     lookahead: Annotated[

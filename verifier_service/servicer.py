@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 
 from specdec.decoding.proposal import DistributionSizes
 from specdec.decoding.sampling import Rule, sampling_violations
-from specdec.decoding.speculation import CandidateSource, SpeculationOptions, drafters_of
+from specdec.decoding.speculation import RECENT_DRAFTERS, CandidateSource, SpeculationOptions, drafters_of
 from specdec.engine.fast_paths import fast_paths_off
 from specdec.engine.kv.blocks import BLOCK
 from specdec.grammar.compiler import GrammarCompiler
@@ -350,11 +350,10 @@ class VerifierServicer(
         return Without.NO_DRAFT_SERVICE if default == {CandidateSource.REMOTE} else Without.NO_DRAFTER
 
     def _by_default(self, available: SpeculationOptions, rule: Rule) -> SpeculationOptions:
-        """Return this verifier's default, limited to the `available` drafters. Heads count as available if any drafter
-        is: orchestrators name heads only on request. A window that the rule excludes is left out, since the request did
-        not ask for it."""
+        """Return this verifier's default, limited to the `available` drafters. Recent drafters count as available if
+        any drafter is. A window that the rule excludes is left out, since the request did not ask for it."""
         default, named = self._limits.speculation, available.drafters
-        options = replace(default, drafters=default.drafters & (named | {CandidateSource.HEADS} if named else named))
+        options = replace(default, drafters=default.drafters & (named | RECENT_DRAFTERS if named else named))
         if not window_violations("", options, rule):
             return options
         return replace(options, drafters=options.drafters - {CandidateSource.LOOKAHEAD}, lookahead=None, jacobi=False)

@@ -141,6 +141,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         assert heads is None or features is None
         self._features = features
         own: list[Proposer] = [proposer for proposer in (local, features) if proposer is not None]
+        # Under REJECTION a place takes the candidates of one proposer: the first in this list has precedence.
         proposers = [ForcedTokens(), LookupProposer(suffix_cache_tokens), *own, *proposers]
         controllers = Controllers(tuning.controller, controller)
         self._speculation = AdaptiveSpeculation(controllers, local, proposers, self._threads, tuning.draft_gain)

@@ -26,9 +26,7 @@ from bench.systems.processor_time import DISTURBED, Watch, await_quiet
 from bench.systems.system import Answer, Configuration, Launch, Load, NotServingError, SystemUnderTest
 from demo.prompts import MIXED, of_kind
 from specdec.client import SpecdecError
-
-ACCEPTED = "remote_draft", "local_model", "heads", "ngram", "lookahead", "grammar"
-"""Token sources that are accepted candidates."""
+from specdec.wire.decisions import PROPOSERS
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ class Comparison:
         if answer.steps and answer.candidates is not None:
             each = of_answer(answer.tokens, answer.steps, answer.candidates, answer.sources)
             ideal = self._step_times.ideal(times, cell.streams, self._config.prompt_tokens, answer.tokens, **each)
-            accepted = sum(answer.sources.get(source, 0) for source in ACCEPTED)
+            accepted = sum(answer.sources.get(source, 0) for source in PROPOSERS)
             acceptance = accepted / answer.candidates if answer.candidates else None
         if answer.texts is not None:
             key = (cell, number, tuple(map(tuple, answer.texts)))

@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 
 from orchestrator.generation.sample_context import SampleContext
 from orchestrator.requests.sample import Sample
-from specdec.decoding.speculation import NO_DRAFT_PAYS, CandidateSource, Outlook, SpeculationOptions
+from specdec.decoding.speculation import (
+    NO_DRAFT_PAYS,
+    RECENT_DRAFTERS,
+    CandidateSource,
+    Outlook,
+    SpeculationOptions,
+)
 from specdec.serving.messages import lookahead_message, outlook_from
 from specdec.v2 import draft_pb2, verifier_pb2
 
@@ -65,8 +71,8 @@ class SpeculationState:
         `drafted`."""
         speculation = context.sample.speculation
         drafters = speculation.drafters if self.drafted else speculation.drafters - {CandidateSource.REMOTE}
-        if speculation.unspecified:  # verifiers of the previous version refuse unknown drafters
-            drafters -= {CandidateSource.HEADS}
+        if speculation.unspecified:
+            drafters -= RECENT_DRAFTERS
         return verifier_pb2.VerifyPolicy(
             drafters=sorted(drafters),  # type: ignore[arg-type]
             forced=speculation.forced,

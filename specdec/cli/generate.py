@@ -26,7 +26,7 @@ from specdec.cli.waiting import WaitReporter
 from specdec.client import Client, InvalidRequest, SpecdecError, Speculation, build_request
 from specdec.command_line import duration
 from specdec.exit_status import ExitStatus
-from specdec.wire.speculation import ScorerName, SpeculationName
+from specdec.wire.speculation import OWN_IN_WORDS, OWN_NAMES, ScorerName, SpeculationName
 
 
 @with_access
@@ -139,9 +139,8 @@ def generate(
         typer.Option(
             help="Which drafters propose candidates. auto: the verifier's default, usually all, when it pays. draft: "
             "only the remote draft, when it pays. always: only the remote draft, even at a loss. local: only the "
-            "verifier's own proposers, when it pays. ngram, lookahead, local_model, heads: only n-gram lookup, "
-            "lookahead windows, the local draft or heads. jacobi: only windows with n-grams of 2 tokens. off: none, "
-            "which is plain decoding."
+            f"verifier's own proposers, when it pays. {OWN_NAMES}: only {OWN_IN_WORDS}. jacobi: only windows with "
+            "n-grams of 2 tokens. off: none, which is plain decoding."
         ),
     ] = "auto",
     forced: Annotated[

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, TypeVar, get_args, get_type_hints
 
-from specdec.wire.speculation import DrafterName, ScorerName, SpeculationName
+from specdec.wire.speculation import OWN_NAMES, DrafterName, ScorerName, SpeculationName
 
 
 class Message(TypedDict):
@@ -130,7 +130,7 @@ class GenerateOptions(TypedDict, total=False):
         SpeculationName | None,
         "Which drafters may propose candidates. auto: the verifier's default, usually all, when it pays. draft: only "
         "draft services, when it pays. always: only draft services, even at a loss. local: only the verifier's own "
-        "proposers. ngram, lookahead, local_model, heads: only this drafter. jacobi: only lookahead windows with "
+        f"proposers. {OWN_NAMES}: only this drafter. jacobi: only lookahead windows with "
         "n-grams of 2 tokens. off: none. Default: auto.",
     ]
     drafters: Annotated[

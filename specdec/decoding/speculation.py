@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -24,6 +24,10 @@ OWN_DRAFTERS = ALL_DRAFTERS - {CandidateSource.REMOTE}
 """Drafters inside the verifier."""
 
 NO_DRAFTERS: frozenset[CandidateSource] = frozenset()
+
+RECENT_DRAFTERS = frozenset({CandidateSource.HEADS})
+"""Drafters that verifiers of the previous version refuse. Orchestrators do not name them for requests that choose no
+drafters; verifiers add them."""
 
 
 class Scorer(IntEnum):
@@ -69,6 +73,6 @@ class Outlook:
 NO_DRAFT_PAYS = Outlook()
 
 
-def drafters_of(numbers: Iterable[int]) -> frozenset[CandidateSource]:
-    """Return the drafters with these numbers; ValueError for an unknown number."""
-    return frozenset(map(CandidateSource, numbers))
+def drafters_of(numbers: Collection[int]) -> frozenset[CandidateSource]:
+    """Return the drafters with these numbers. Unknown ones, which newer peers may name, are left out."""
+    return frozenset(drafter for drafter in CandidateSource if drafter in numbers)

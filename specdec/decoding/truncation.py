@@ -66,10 +66,9 @@ def survivors_of_largest(
         enough = reached >= (top_p * of)[:, None]  # a row without any True reaches p beyond its k largest
         cut = np.minimum(size, enough.argmax(axis=1) + 1)
         size = np.where((top_p < 1.0) & enough[:, -1], cut, size)
-    if any(sampling.min_p > 0.0 for sampling in samplings):
-        of_rows = zip(z[:, 0], samplings, strict=True)
-        least = [_least(peak, sampling.min_p) if sampling.min_p > 0.0 else -np.inf for peak, sampling in of_rows]
-        size = np.minimum(size, (z >= np.array(least)[:, None]).sum(axis=1))
+    least = np.array([_least(peak, sampling) for peak, sampling in zip(z[:, 0], samplings, strict=True)])
+    if (least > -np.inf).any():
+        size = np.minimum(size, (z >= least[:, None]).sum(axis=1))
     last = z[every, size - 1]
     if most < vocabulary:
         # An id outside the k largest may survive too, or precede the last listed ones among equal logits. The weight
@@ -101,8 +100,8 @@ def _surviving(ranked: Logits, total: float | None, sampling: Sampling) -> int:
         reached = np.cumsum(np.exp(ranked[:size] - ranked[0]), dtype=np.float64)
         wanted = sampling.top_p * (reached[-1] if total is None else total)
         size = min(size, int(np.searchsorted(reached, wanted)) + 1)
-    if sampling.min_p > 0.0:
-        size = min(size, int(np.count_nonzero(ranked >= _least(ranked[0], sampling.min_p))))
+    if (least := _least(ranked[0], sampling)) > -np.inf:
+        size = min(size, int(np.count_nonzero(ranked >= least)))
     return size
 
 
@@ -151,12 +150,14 @@ def _superset(z: Logits, sampling: Sampling) -> tuple[Ids, float | None]:
         total = float(weights.sum(dtype=np.float64))
         # At most V tokens are lighter than this, so together they weigh less than the (1 - p) cut off by top-p.
         return np.flatnonzero(weights >= (1.0 - sampling.top_p) * total / len(z)), total
-    return np.flatnonzero(z >= _least(peak, sampling.min_p) if sampling.min_p > 0.0 else z > -np.inf), None
+    least = _least(peak, sampling)
+    return np.flatnonzero(z >= least if least > -np.inf else z > -np.inf), None
 
 
-def _least(peak: np.float32, min_p: float) -> np.float64:
-    """Return the logit whose probability is min_p times that of `peak`."""
-    return np.float64(peak) + math.log(min_p)
+def _least(peak: np.float32, sampling: Sampling) -> float:
+    """Return the smallest logit that min-p keeps, whose probability is min_p times that of `peak`; -inf without min-p.
+    It is a NumPy float64, since a comparison with float32 logits would round a Python float."""
+    return np.float64(peak) + math.log(sampling.min_p) if sampling.min_p > 0.0 else -np.inf
 
 
 def _largest_mask(values: Logits, least: np.float32, size: int) -> NDArray[np.bool_]:

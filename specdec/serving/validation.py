@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.sampling import NUMBERS, PENALTIES, Rule, Sampling
-from specdec.decoding.speculation import CandidateSource, Scorer, SpeculationOptions
+from specdec.decoding.speculation import ALL_DRAFTERS, CandidateSource, Scorer, SpeculationOptions
 from specdec.grammar.grammar import Kind, source_violation
 from specdec.serving.messages import RULES, contrast_from, typicality_from
 from specdec.serving.target_logprobs import MAX_TOP
@@ -277,13 +277,17 @@ MAX_WINDOW_ROWS = 128
 MAX_GUESSES = 64
 
 
+MAX_DRAFTERS = 32
+"""Maximum entries of a list of drafters, including those that only newer peers know."""
+
+
 def drafter_violations(field: str, numbers: Sequence[int]) -> list[tuple[str, str]]:
-    """Return violations of a list of drafters."""
-    known = set(map(int, CandidateSource))
-    if len(numbers) > len(known):
-        return [(field, f"has {len(numbers)} entries, must have at most {len(known)}")]
-    if wrong := [number for number in numbers if number not in known]:
-        return [(field, f"has {wrong[0]}, must have values of Drafter")]
+    """Return violations of a list of drafters. Unknown drafters are ignored beside known ones: newer peers send them,
+    for example, for `local`, which names all drafters inside the verifier."""
+    if len(numbers) > MAX_DRAFTERS:
+        return [(field, f"has {len(numbers)} entries, must have at most {MAX_DRAFTERS}")]
+    if 0 in numbers or (numbers and ALL_DRAFTERS.isdisjoint(numbers)):
+        return [(field, f"has {0 if 0 in numbers else numbers[0]}, must have values of Drafter")]
     if len(set(numbers)) < len(numbers):
         return [(field, "has a drafter twice")]
     return []

@@ -642,7 +642,9 @@ class Speculation(google.protobuf.message.Message):
     """How a draft service scores candidates."""
     @property
     def drafters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v2.model_pb2.Drafter.ValueType]:
-        """Drafters that may propose candidates, each at most once. Empty, and not `off`: all available ones."""
+        """Drafters that may propose candidates, each at most once. Empty, and not `off`: all available ones. Unknown ones are
+        ignored if any is known.
+        """
 
     @property
     def lookahead(self) -> specdec.v2.model_pb2.Lookahead:

@@ -366,7 +366,7 @@ class VerifyPolicy(google.protobuf.message.Message):
     """
     @property
     def drafters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v2.model_pb2.Drafter.ValueType]:
-        """Drafters that may propose candidates. Empty: none."""
+        """Drafters that may propose candidates. Empty: none. Unknown ones are ignored if any is known."""
 
     @property
     def lookahead(self) -> specdec.v2.model_pb2.Lookahead:

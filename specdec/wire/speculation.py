@@ -1,6 +1,6 @@
 """The names that clients and operators write for drafters, sets of drafters and scorers.
 
-A new drafter in the contract needs a line in `DRAFTERS`, its name in the two literals, and a `CandidateSource`
+A new drafter in the contract needs its name in the two literals, words in `IN_WORDS`, and a `CandidateSource`
 (`tests/wire/test_speculation.py`). CONTRIBUTING.md lists what else it needs.
 """
 
@@ -13,10 +13,7 @@ from specdec.v2.generation_pb2 import Speculation
 from specdec.v2.model_pb2 import (
     DRAFT_SCORER_CALIBRATED,
     DRAFT_SCORER_PROBABILITY,
-    DRAFTER_HEADS,
-    DRAFTER_LOCAL_MODEL,
     DRAFTER_LOOKAHEAD,
-    DRAFTER_NGRAM,
     DRAFTER_REMOTE,
     Drafter,
     DraftScorer,
@@ -34,27 +31,32 @@ is the lookahead drafter with n-grams of 2 tokens."""
 ScorerName = Literal["calibrated", "probability"]
 
 DRAFTERS: Mapping[str, Drafter.ValueType] = {
-    "remote": DRAFTER_REMOTE,
-    "ngram": DRAFTER_NGRAM,
-    "lookahead": DRAFTER_LOOKAHEAD,
-    "local_model": DRAFTER_LOCAL_MODEL,
-    "heads": DRAFTER_HEADS,
+    name.removeprefix("DRAFTER_").lower(): number for name, number in Drafter.items() if number
 }
+
+IN_WORDS: Mapping[DrafterName, str] = {
+    "ngram": "n-gram lookup",
+    "lookahead": "lookahead windows",
+    "local_model": "the local draft",
+    "heads": "heads",
+}
+"""The drafters inside the verifier by name, each in words for `--help`."""
+
+OWN_NAMES = ", ".join(IN_WORDS)
+OWN_IN_WORDS = " or ".join(", ".join(IN_WORDS.values()).rsplit(", ", 1))
 
 SCORERS: Mapping[str, DraftScorer.ValueType] = {
     "calibrated": DRAFT_SCORER_CALIBRATED,
     "probability": DRAFT_SCORER_PROBABILITY,
 }
 
-_OWN = {name: number for name, number in DRAFTERS.items() if number != DRAFTER_REMOTE}
-
 SPECULATIONS: Mapping[str, Speculation] = {
     "auto": Speculation(),
     "off": Speculation(off=True),
     "always": Speculation(drafters=[DRAFTER_REMOTE], forced=True),
     "draft": Speculation(drafters=[DRAFTER_REMOTE]),
-    "local": Speculation(drafters=list(_OWN.values())),
-    **{name: Speculation(drafters=[number]) for name, number in _OWN.items()},
+    "local": Speculation(drafters=[DRAFTERS[name] for name in IN_WORDS]),
+    **{name: Speculation(drafters=[DRAFTERS[name]]) for name in IN_WORDS},
     "jacobi": Speculation(drafters=[DRAFTER_LOOKAHEAD], jacobi=True),
 }
 """For each `SpeculationName`, the speculation of a request."""

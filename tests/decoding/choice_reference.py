@@ -20,6 +20,7 @@ from specdec.decoding.choice import choose
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery, TokenMask
 from specdec.decoding.sampling import Sampling
 from tests.choices import candidates, gumbel, mask_of
+from tests.samplings import samplings
 
 
 def float32(value: float) -> float:
@@ -173,19 +174,7 @@ def cases(
     value = draw(st.sampled_from([coarse, fine, coarse | st.just(-math.inf)]))
     case = Case(
         logits=draw(st.lists(value, min_size=vocabulary, max_size=vocabulary)),
-        sampling=Sampling(
-            repetition_penalty=draw(st.just(1.0) | st.sampled_from([0.5, 1.1, 2.0])),
-            frequency_penalty=draw(st.just(0.0) | st.sampled_from([-0.5, 0.1, 0.5])),
-            presence_penalty=draw(st.just(0.0) | st.sampled_from([-0.5, 0.1, 0.5])),
-            logit_bias=draw(st.just({}) | st.dictionaries(token, coarse | st.sampled_from([-100.0, 100.0]))),
-            banned_tokens=draw(st.just(frozenset()) | st.frozensets(token)),
-            temperature=draw(st.sampled_from(temperatures)),
-            top_k=draw(st.just(0) | st.integers(0, vocabulary + 2)),
-            top_p=draw(st.just(1.0) | st.sampled_from([0.1, 0.25, 0.5, 0.75, 0.9]) | st.floats(1e-3, 1.0)),
-            min_p=draw(st.just(0.0) | st.sampled_from([0.01, 0.1, 0.5, 0.99])),
-            typical_p=draw(st.just(1.0) | st.sampled_from([0.1, 0.5, 0.9]) | st.floats(1e-3, 1.0)),
-            seed=draw(st.integers(0, 2**64 - 1)),
-        ),
+        sampling=draw(samplings(vocabulary, temperature=st.sampled_from(temperatures))),
         prompt=draw(tokens),
         output=draw(tokens),
         path=draw(tokens),

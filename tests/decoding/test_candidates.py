@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,10 +15,11 @@ from specdec.decoding.candidates import AGREEMENT_SCALE, QueriedRow, draft_candi
 from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, HostDraftLogits, MappedDraftLogits, shortlists
 from specdec.decoding.processing import MAX_ABS_LOGIT, adjusted, tempered
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
-from specdec.decoding.sampling import Sampling
+from specdec.decoding.sampling import PENALTIES, Sampling
 from specdec.decoding.truncation import survivors
 from tests.choices import gumbel, mask_of
 from tests.examples import examples
+from tests.samplings import samplings
 
 TOLERANCE = 1e-12
 """Tolerance for logprobs: the reference sums the same float64 weights in another order."""
@@ -80,24 +81,11 @@ def passes(draw: st.DrawFn) -> Pass:
 @st.composite
 def queries(draw: st.DrawFn, vocabulary: int) -> SamplingQuery:
     tokens = st.integers(0, vocabulary - 1)
-    sampling = Sampling(
-        temperature=draw(st.sampled_from([0.0, 1e-3, 0.8, 1.0, 2.5, 1e38])),
-        top_k=draw(st.sampled_from([0, 0, 1, 7, 255, 256, 300])),
-        top_p=draw(st.sampled_from([1.0, 0.95, 0.5, 0.01])),
-        min_p=draw(st.sampled_from([0.0, 0.0, 0.05, 1.0])),
-        typical_p=draw(st.sampled_from([1.0, 1.0, 0.9, 0.2])),
-        seed=draw(st.integers(0, 9)),
-    )
+    top_k = st.sampled_from([0, 0, 1, 7, 255, 256, 300])
+    sampling = draw(samplings(vocabulary, temperature=st.sampled_from([0.0, 1e-3, 0.8, 1.0, 2.5, 1e38]), top_k=top_k))
     if draw(st.booleans()):
-        return SamplingQuery(RequestSampler(sampling), draw(st.integers(0, 99)))
-    sampling = Sampling(
-        **vars(sampling)
-        | {
-            "logit_bias": draw(st.dictionaries(tokens, st.sampled_from([-4.0, 1.5]), max_size=2)),
-            "banned_tokens": draw(st.frozensets(tokens, max_size=3)),
-            "repetition_penalty": draw(st.sampled_from([1.0, 1.3])),
-        }
-    )
+        unprocessed = {name: getattr(Sampling(), name) for name in (*PENALTIES, "logit_bias", "banned_tokens")}
+        return SamplingQuery(RequestSampler(replace(sampling, **unprocessed)), draw(st.integers(0, 99)))
     sampler = RequestSampler(sampling, draw(st.frozensets(tokens, max_size=2)), first_end_position=10)
     allowed = draw(st.none() | st.frozensets(tokens, min_size=1, max_size=5))
     mask = None if allowed is None else mask_of(allowed, vocabulary)

@@ -13,7 +13,7 @@ import pytest
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.parsing import MAX_STOP_STRINGS, MAX_STOP_TOKENS, parse
 from orchestrator.tenants.file import Tenant
-from specdec.decoding.speculation import ALL_DRAFTERS, OWN_DRAFTERS, SpeculationOptions
+from specdec.decoding.speculation import ALL_DRAFTERS, OWN_DRAFTERS, CandidateSource, SpeculationOptions
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from specdec.serving.errors import InvalidRequestError, PermissionDeniedError
@@ -274,6 +274,11 @@ def test_a_window_under_rejection_takes_the_place_of_the_draft(model: ServedMode
     ((field, problem),) = violations(model, speculation=window, **REJECTION)
     assert field == "speculation.lookahead"
     assert "under REJECTION requires drafters without REMOTE" in problem
+
+
+def test_drafters_of_a_newer_client_are_ignored_beside_others(model: ServedModel) -> None:
+    newer: list[Any] = [model_pb2.DRAFTER_NGRAM, max(ALL_DRAFTERS) + 1]
+    assert asked(model, generation_pb2.Speculation(drafters=newer)).drafters == {CandidateSource.NGRAM}
 
 
 def test_only_who_names_neither_drafters_nor_a_window_leaves_them_to_the_verifier(model: ServedModel) -> None:

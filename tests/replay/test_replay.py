@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,18 +17,24 @@ from tests.replay.deployment import made_up, record
 from tests.replay.scenarios import SCENARIOS
 
 
+def recording(file: Path) -> str:
+    """Return the content of a kept recording."""
+    assert file.exists(), f"there is no {file}: run `python -m tests.replay keep`"
+    return file.read_text()
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_loops_do_what_they_did(name: str) -> None:
-    assert written(record(SCENARIOS[name], made_up)) == (KEPT / file_name(name)).read_text()
+    assert written(record(SCENARIOS[name], made_up)) == recording(KEPT / file_name(name))
 
 
 def test_messages_have_the_bytes_that_they_had() -> None:
     """These are the messages of orchestrator, draft and verifier; changing the contract requires a new version."""
-    assert record(SCENARIOS[SPELT_OUT], made_up).messages == MESSAGES.read_text().splitlines()
+    assert record(SCENARIOS[SPELT_OUT], made_up).messages == recording(MESSAGES).splitlines()
 
 
 def test_recordings_hold_every_mode_and_every_source_of_tokens() -> None:
-    everything = "".join((KEPT / file_name(name)).read_text() for name in SCENARIOS)
+    everything = "".join(recording(KEPT / file_name(name)) for name in SCENARIOS)
     assert set(re.findall(r"mode=(\S+)", everything)) == {"off", "ngram", "local-draft", "remote-draft"}
     sources = {source for some in re.findall(r"sources=(\S+)", everything) for source in some.split(",")}
     assert sources == {"1", "2", "3", "4", "5", "6", "7"}

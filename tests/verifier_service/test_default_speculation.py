@@ -8,7 +8,14 @@ import pytest
 import typer
 
 from specdec.decoding.lookahead import Lookahead
-from specdec.decoding.speculation import ALL_DRAFTERS, NO_DRAFTERS, OWN_DRAFTERS, CandidateSource, SpeculationOptions
+from specdec.decoding.speculation import (
+    ALL_DRAFTERS,
+    NO_DRAFTERS,
+    OWN_DRAFTERS,
+    RECENT_DRAFTERS,
+    CandidateSource,
+    SpeculationOptions,
+)
 from specdec.serving.errors import InvalidRequestError
 from specdec.v2 import model_pb2, verifier_pb2
 from tests.verifier_service.fakes import VOCABULARY, TextEngine, step_loop
@@ -63,8 +70,8 @@ def test_it_decides_where_the_request_names_nothing(
     assert (named.drafters, named.lookahead, named.jacobi) == (frozenset({CandidateSource.NGRAM}), None, False)
 
 
-def test_it_adds_heads_which_orchestrators_do_not_name() -> None:
-    drafters = sorted(ALL_DRAFTERS - {CandidateSource.HEADS})
+def test_it_adds_recent_drafters_which_orchestrators_do_not_name() -> None:
+    drafters = sorted(ALL_DRAFTERS - RECENT_DRAFTERS)
     assert policy_of(default("auto"), {"drafters": drafters, "unspecified": True}).drafters == ALL_DRAFTERS
     assert policy_of(default("auto"), {"drafters": drafters}).drafters == set(drafters)
     assert policy_of(default("auto"), {"unspecified": True}).drafters == NO_DRAFTERS

@@ -113,7 +113,8 @@ def test_banned_sequences_that_cannot_be_are_refused(sampling: model_pb2.Samplin
 
 @pytest.mark.parametrize(
     ("drafters", "problem"), [([0], "has 0, must have values of Drafter"), ([9], "has 9, must have values of Drafter"),
-    ([1, 1], "has a drafter twice"), ([1] * 9, f"has 9 entries, must have at most {len(CandidateSource)}")],
+    ([1, 0], "has 0, must have values of Drafter"), ([1, 1], "has a drafter twice"),
+    ([1] * 33, "has 33 entries, must have at most 32")],
 )  # fmt: skip
 def test_drafters_that_cannot_be_are_refused(drafters: list[Any], problem: str) -> None:
     policy = verifier_pb2.VerifyPolicy(drafters=drafters)
@@ -147,6 +148,12 @@ def test_a_session_has_the_drafters_that_are_named() -> None:
     assert policy.own
     assert policy.ngram
     assert not policy.windows
+
+
+def test_drafters_of_a_newer_version_are_ignored_beside_others() -> None:
+    """As in a rolling upgrade: `local` names all drafters inside the verifier."""
+    newer: list[Any] = [model_pb2.DRAFTER_NGRAM, max(CandidateSource) + 1]
+    assert parsed(policy=verifier_pb2.VerifyPolicy(drafters=newer)).policy.drafters == {CandidateSource.NGRAM}
 
 
 def test_a_tenants_weight_and_its_order_of_requests() -> None:

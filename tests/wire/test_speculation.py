@@ -16,14 +16,16 @@ from specdec.decoding.speculation import (
     SpeculationOptions,
 )
 from specdec.serving.messages import speculation_from
-from specdec.v2.model_pb2 import Drafter, DraftScorer
-from specdec.wire.speculation import DRAFTERS, SCORERS, SPECULATIONS, DrafterName, ScorerName, SpeculationName
+from specdec.v2.model_pb2 import DraftScorer
+from specdec.wire.speculation import DRAFTERS, IN_WORDS, SCORERS, SPECULATIONS, DrafterName, ScorerName, SpeculationName
 
 
-def test_every_drafter_of_the_contract_has_a_name_and_a_source() -> None:
-    assert set(map(int, Drafter.values())) - {0} == set(map(int, DRAFTERS.values())) == set(map(int, CandidateSource))
-    for name, number in DRAFTERS.items():
-        assert name.upper() == CandidateSource(number).name == Drafter.Name(number).removeprefix("DRAFTER_")
+def test_every_drafter_of_the_contract_has_a_source() -> None:
+    assert {source.name.lower(): int(source) for source in CandidateSource} == DRAFTERS
+
+
+def test_every_drafter_inside_the_verifier_has_words() -> None:
+    assert list(IN_WORDS) == [source.name.lower() for source in sorted(OWN_DRAFTERS)]
 
 
 def test_type_checkers_know_the_names() -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from specdec.decoding.speculation import CandidateSource
+from specdec.decoding.speculation import OWN_DRAFTERS, CandidateSource
 from verifier_service.backend.result import FORCED, Decision, Mode, Without
 from verifier_service.costs.token_budget import RowPrice
 from verifier_service.sessions.session import VerifierSession
@@ -23,6 +23,9 @@ LOCAL_MODELS: Mapping[CandidateSource, Mode] = {
     CandidateSource.HEADS: Mode.HEADS,
 }
 """Drafters that need a model inside the verifier, each with the mode that uses it. A verifier may lack the model."""
+
+WITHOUT_MODEL = OWN_DRAFTERS.difference(LOCAL_MODELS)
+"""Drafters inside the verifier that need no model."""
 
 
 class LocalModel(Protocol):
@@ -143,7 +146,7 @@ class Eligibility:
         if mode in LOCAL_MODELS.values() and session.takes_own_candidates and self._may_use_local_model(session):
             return mode
         # Otherwise only proposers that need no model remain, if the session has any.
-        without_model = session.policy.ngram or session.policy.windows or session.grammar is not None
+        without_model = session.grammar is not None or not session.policy.drafters.isdisjoint(WITHOUT_MODEL)
         lookups = mode is not Mode.OFF and session.takes_own_candidates and without_model
         return Mode.NGRAM if lookups else Mode.OFF
 

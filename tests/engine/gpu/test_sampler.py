@@ -23,29 +23,9 @@ from specdec.decoding.typical import TypicalCandidate, TypicalQuery
 from specdec.engine.gpu import shortlist
 from specdec.engine.gpu.sampler import GpuLogits
 from tests.choices import mask_of
+from tests.samplings import samplings
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@st.composite
-def samplings(draw: st.DrawFn, vocabulary: int) -> Sampling:
-    def some(usual: Any, other: st.SearchStrategy[Any]) -> Any:
-        return draw(st.one_of(st.just(usual), other))
-
-    tokens = st.integers(0, vocabulary - 1)
-    return Sampling(
-        temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 3.0])),
-        top_k=some(0, st.integers(1, 2 * vocabulary)),
-        top_p=some(1.0, st.floats(0.05, 0.99)),
-        min_p=some(0.0, st.floats(0.001, 0.9)),
-        typical_p=some(1.0, st.floats(0.05, 0.99)),
-        repetition_penalty=some(1.0, st.floats(0.5, 2.0)),
-        frequency_penalty=some(0.0, st.floats(-2.0, 2.0)),
-        presence_penalty=some(0.0, st.floats(-2.0, 2.0)),
-        logit_bias=draw(st.dictionaries(tokens, st.floats(-5, 5, width=32), max_size=3)),
-        banned_tokens=draw(st.frozensets(tokens, max_size=vocabulary // 4)),
-        seed=draw(st.integers(0, 2**64 - 1)),
-    )
 
 
 @st.composite
@@ -56,7 +36,7 @@ def steps(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], list[SamplingQuery]]:
     queries: list[SamplingQuery] = []
     rows: list[np.ndarray[Any, Any]] = []
     for _ in range(draw(st.integers(1, 3))):
-        sampling = draw(samplings(vocabulary))
+        sampling = draw(samplings(vocabulary, top_k=st.just(0) | st.integers(1, 2 * vocabulary)))
         sampler = RequestSampler(sampling, end_tokens=frozenset({0}), first_end_position=draw(st.integers(0, 12)))
         penalty_state = PenaltyState(vocabulary, *random.integers(0, vocabulary, (2, 4)).tolist())
         for _ in range(draw(st.integers(1, 3))):
