@@ -20,6 +20,7 @@ from specdec.cli.access import OPEN
 from specdec.cli.failure import fail, program, say
 from specdec.cli.passed_on import SET_BY_UP, Values, arguments
 from specdec.cli.pod_stats import NoSuchServiceError, ask
+from specdec.cli.up_tls import check_tls
 from specdec.command_line import Host, LogLevel
 from specdec.engine.cpu_count import MAX_THREADS
 from specdec.engine.placement import Placement, WantedDtype
@@ -211,13 +212,6 @@ def up(
         if passed["openai"] and openai_port is None:
             options = ", ".join(f"--openai-{name.replace('_', '-')}" for name in passed["openai"])
             fail(f"{options}: needs --openai-port, which starts the HTTP API", ExitStatus.USAGE)
-        secured = "tls_cert" in of_orchestrator
-        if openai_port is not None and secured and "orchestrator_tls_ca" not in of_openai:
-            fail(
-                "--openai-port: the HTTP API cannot connect to an orchestrator with --orchestrator-tls-cert "
-                "(SPECDEC_ORCHESTRATOR_TLS_CERT); give --openai-orchestrator-tls-ca FILE too",
-                ExitStatus.USAGE,
-            )
         if "models" in configured["orchestrator"]:
             fail(
                 "--orchestrator-models (SPECDEC_ORCHESTRATOR_MODELS): this command serves one model, --target; run "
@@ -239,28 +233,12 @@ def up(
         if models.draft is None and passed["draft"]:
             options = ", ".join(f"--draft-{name.replace('_', '-')}" for name in passed["draft"])
             fail(f"{options}: needs --draft or --draft-heads, which start a draft service", ExitStatus.USAGE)
-        for role, values in (("verifier", of_verifier), ("draft", of_draft)):
-            if role == "draft" and models.draft is None:
-                continue
-            if "tls_cert" in values and "peer_tls_ca" not in of_orchestrator:
-                fail(
-                    f"--{role}-tls-cert (SPECDEC_{role.upper()}_TLS_CERT): the orchestrator cannot connect "
-                    f"to a {role} with TLS without its CA; give --orchestrator-peer-tls-ca FILE too",
-                    ExitStatus.USAGE,
-                )
-            if "peer_tls_ca" in of_orchestrator and "tls_cert" not in values:
-                fail(
-                    "--orchestrator-peer-tls-ca (SPECDEC_ORCHESTRATOR_PEER_TLS_CA): the orchestrator cannot connect to "
-                    f"a {role} without TLS; give --{role}-tls-cert FILE and --{role}-tls-key FILE too",
-                    ExitStatus.USAGE,
-                )
-            if "tls_client_ca" in values and "peer_tls_cert" not in of_orchestrator:
-                fail(
-                    f"--{role}-tls-client-ca (SPECDEC_{role.upper()}_TLS_CLIENT_CA): the orchestrator cannot connect "
-                    f"to a {role} that checks clients; give --orchestrator-peer-tls-cert FILE and "
-                    "--orchestrator-peer-tls-key FILE too",
-                    ExitStatus.USAGE,
-                )
+        started = {"verifier": of_verifier, "draft": of_draft, "orchestrator": of_orchestrator, "openai": of_openai}
+        if models.draft is None:
+            del started["draft"]
+        if openai_port is None:
+            del started["openai"]
+        check_tls(started)
         listening = {
             "--verifier-port": (of_verifier, (port and ports.VERIFIER) if verifier_port is None else verifier_port),
             "--draft-port": (of_draft, (port and ports.DRAFT) if draft_port is None else draft_port),
@@ -320,6 +298,7 @@ def up(
             found = description(stack)
             https = "tls_cert" in of_openai
             has_model = any(path is not None for path in (models.draft, models.local_draft, given_heads))
+            secured = "tls_cert" in of_orchestrator
             shown = lines(found, tls=secured, https=https, by_key=tenants is not None, has_model=has_model)
             print(json.dumps(found) if json_output else "\n".join(shown), flush=True)
             upkeep = Upkeep(stack, say)
