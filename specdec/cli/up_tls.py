@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from specdec.cli.access import OPEN, Access
 from specdec.cli.failure import fail
 from specdec.cli.passed_on import Values
 from specdec.exit_status import ExitStatus
 from specdec.serving.callers.certificate import parse_name
 from specdec.serving.tls import server_credentials
-from specdec.wire.tls_files import TlsError, TlsFiles
+from specdec.wire.tls_files import TlsError, TlsFiles, channel_credentials
 
 
 class Calls(NamedTuple):
@@ -46,6 +47,22 @@ def check_tls(services: Mapping[str, Values]) -> None:
             _files(caller, services.get(caller, {}), *_of_caller(prefix)).read()
     except TlsError as error:
         fail(str(error))
+
+
+def access_to_pods(orchestrator: Values) -> Access:
+    """Return the access to verifiers and drafts that an orchestrator has with these options, which `check_tls` has
+    checked."""
+    files = _files("orchestrator", orchestrator, *_of_caller("peer"))
+    if files.authorities is None:
+        return OPEN
+    return Access(channel_credentials(files.read()), tls_name=orchestrator.get("peer_tls_name"))
+
+
+def credentials_hint(orchestrator: Values) -> str:
+    """Return the options, without their values, that commands need to reach an orchestrator with these options."""
+    if "tls_cert" not in orchestrator:
+        return ""
+    return " --tls-ca FILE" + " --tls-cert FILE --tls-key FILE" * ("tls_client_ca" in orchestrator)
 
 
 def _check_calls(calls: Calls, caller: Values, called: Values) -> None:

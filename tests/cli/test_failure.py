@@ -69,7 +69,8 @@ def test_hints_name_the_program_as_it_was_started(started_by: str, words: str, m
 
 
 def test_what_is_not_served_is_named() -> None:
-    found = {"pods": {"orchestrator": {"address": "h:1", "memory_bytes": 0}}, "address": "h:1", "services": {}}
+    orchestrator = {"address": "h:1", "memory_bytes": 0, "models": ["m"]}
+    found = {"pods": {"orchestrator": orchestrator}, "address": "h:1", "services": {}}
     bare, whole = list(lines(found, has_model=False)), list(lines({**found, "services": {"openai": "h:2"}}))
     assert [line.partition(":")[0] for line in bare if line.startswith("No ")] == ["No HTTP API", "No draft model"]
     assert not [line for line in whole if line.startswith("No ")]

@@ -18,7 +18,7 @@ from draft_service.__main__ import main as draft
 from orchestrator.__main__ import main as orchestrator
 from specdec import cli, ports
 from specdec.cli.passed_on import passing_on
-from specdec.cli.up import lines, up
+from specdec.cli.up import up
 from specdec.local import DEMO
 from specdec.roles import environment
 from tests.cli.commands import command_of
@@ -100,13 +100,6 @@ def test_a_port_that_no_draft_takes_may_be_taken(taken: int) -> None:
     run = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--draft-port", str(taken), "--target", "/none"]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment())
     assert done.stderr == "specdec: /none: no such directory\n"
-
-
-def test_commands_of_an_orchestrator_with_tls_name_its_ca() -> None:
-    found = {"address": f"127.0.0.1:{ports.ORCHESTRATOR}", "pods": {}, "services": {}}
-    ask, *_, why, _ = lines(found, tls=True, by_key=True)
-    assert ask.endswith("--tls-ca FILE --api-key-file FILE")
-    assert why.endswith("stats --tls-ca FILE --api-key-file FILE (an operator's key)")
 
 
 def test_a_file_of_models_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from specdec import cli
+from specdec import cli, ports
+from specdec.cli.up import lines
+from specdec.cli.up_tls import credentials_hint
 from specdec.roles import environment
 from tests.certificates import Authority
+from tests.cli.running_up import running_up
+from tests.models import make
 
 
 @pytest.fixture
@@ -140,3 +144,44 @@ def test_files_for_calls_between_services_are_read_before_anything_starts(author
     assert refusal(*secured, "--openai-orchestrator-tls-ca", none) == (
         f"specdec: --openai-orchestrator-tls-ca {none}: No such file or directory"
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({}, ""),
+        ({"tls_cert": "c", "tls_key": "k"}, " --tls-ca FILE"),
+        ({"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"}, " --tls-ca FILE --tls-cert FILE --tls-key FILE"),
+    ],
+)
+@pytest.mark.parametrize("by_key", [True, False])
+def test_commands_for_an_orchestrator_name_what_it_needs(options: dict[str, str], hint: str, by_key: bool) -> None:
+    orchestrator = {"address": f"127.0.0.1:{ports.ORCHESTRATOR}", "memory_bytes": 0, "models": ["m"]}
+    found = {"address": orchestrator["address"], "pods": {"orchestrator": orchestrator}, "services": {"openai": "h:2"}}
+    key, operators = (" --api-key-file FILE", " (an operator's key)") if by_key else ("", "")
+    _, ask, openai, why, _ = lines(found, tls=credentials_hint(options), by_key=by_key)
+    assert ask.endswith(f'generate "def main("{hint}{key}')
+    assert openai.endswith(f"OPENAI_BASE_URL=http://h:2/v1 OPENAI_API_KEY={'KEY' if by_key else 'none'} (model m)")
+    assert why.endswith(f"stats{hint}{key}{operators}")
+
+
+@pytest.mark.timeout(900)  # several processes start, slowly on a busy machine
+def test_services_with_tls_are_described_like_those_without(authority: Authority, tmp_path: Path) -> None:
+    certificate, key = map(str, authority.issue("all"))
+    ca, target = str(authority.file), make("llama", tmp_path / "target")
+    own = ("cert", certificate), ("key", key), ("client-ca", ca)
+    ours = [
+        word for role in ("verifier", "orchestrator") for name, file in own for word in (f"--{role}-tls-{name}", file)
+    ]
+    theirs = [
+        word
+        for caller in ("orchestrator-peer", "openai-orchestrator")
+        for name, file in (("ca", ca), ("cert", certificate), ("key", key))
+        for word in (f"--{caller}-tls-{name}", file)
+    ]
+    with running_up("--target", str(target), "--draft", "none", "--openai-port", "0", *ours, *theirs) as up:
+        pods = up.described["pods"]
+    verifier = pods["verifier"]
+    assert (verifier["model"], verifier["device"], verifier["dtype"]) == (target.name, "cpu", "float32")
+    assert verifier["kv_tokens"] > 0
+    assert pods["orchestrator"]["models"] == [target.name]
