@@ -51,18 +51,20 @@ def configurable(service: str, command: Callable[..., None]) -> Callable[..., No
         }
         found: dict[str, tuple[Any, str]] = {}
         if path is not None:
-            found |= {name: (value, str(path)) for name, value in _file(path, options).items()}
+            source = context.get_parameter_source("config")
+            given = f"{prefix}CONFIG" if source is not None and source.name == "ENVIRONMENT" else "--config"
+            found |= {name: (value, str(path)) for name, value in _file(path, options, given).items()}
         values, unknown = _environment(prefix, options)
         found |= {name: (value, "environment") for name, value in values.items()}
-        for name, (value, source) in found.items():
-            spelled = f"{prefix}{name.upper()}" if source == "environment" else f"{_spelled(name)} in {source}"
+        for name, (value, place) in found.items():
+            spelled = f"{prefix}{name.upper()}" if place == "environment" else f"{_spelled(name)} in {place}"
             try:
                 options[name].process_value(context, value)
             except typer.BadParameter as error:
                 message = f"{error.message}, is {value!r}" if str(value) not in error.message else error.message
                 raise typer.BadParameter(message, param_hint=f"'{spelled}'") from None
         context.default_map = {name: value for name, (value, _) in found.items()}
-        context.meta[__name__] = {name: source for name, (_, source) in found.items()}, unknown
+        context.meta[__name__] = {name: place for name, (_, place) in found.items()}, unknown
         return path
 
     def run(context: typer.Context, *, config: Path | None, **given: Any) -> None:
@@ -76,8 +78,6 @@ def configurable(service: str, command: Callable[..., None]) -> Callable[..., No
     option = typer.Option(
         callback=read,
         is_eager=True,  # before the options whose defaults it sets
-        exists=True,
-        dir_okay=False,
         envvar=f"{prefix}CONFIG",
         show_envvar=False,
         help="YAML file of options, such as log-level: debug. The command line takes precedence over the environment "
@@ -98,7 +98,8 @@ def check_settings(service: str, command: Callable[..., None]) -> dict[str, Any]
     made = _made(configurable(service, command))
     context = typer.Context(made, info_name=f"specdec {service}")
     (config,) = [parameter for parameter in made.params if parameter.name == "config"]
-    value, _ = config.consume_value(context, {})
+    value, source = config.consume_value(context, {})
+    context.set_parameter_source("config", source)
     config.process_value(context, value)
     texts = context.default_map or {}
     found: dict[str, Any] = {}
@@ -139,9 +140,10 @@ def _environment(prefix: str, options: Mapping[str, Any]) -> tuple[dict[str, Any
     return values, sorted(unknown)
 
 
-def _file(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the option values in a YAML file; typer.BadParameter for anything else in it."""
-    hint = f"'--config' {path}"
+def _file(path: Path, options: Mapping[str, Any], given: str) -> dict[str, Any]:
+    """Return the option values in a YAML file; typer.BadParameter if it is unreadable, or for anything else in it.
+    `given` is the option or variable that names the file."""
+    hint = f"'{given}' {path}"
     try:
         content = strict_yaml.load_text(path)
     except strict_yaml.YamlFileError as error:

@@ -166,6 +166,8 @@ def test_a_wrong_file_is_refused(file: Path, content: str, says: str) -> None:
 def test_wrong_values_and_files_are_named(file: Path) -> None:
     assert "'SPECDEC_VERIFIER_KV_TOKENS': Input should be" in run("--model /m", KV_TOKENS="3")
     assert "'--config'" in run("--model /m", file)
+    assert f"'SPECDEC_VERIFIER_CONFIG' {file}: No such file" in run("--model /m", CONFIG=str(file))
+    assert f"'--config' {file.parent}: Is a directory" in run("--model /m", file.parent)
     assert "'--model'" in run()
     file.write_bytes(b"model: \xff")
     assert "utf-8" in run("--model /m", file)
@@ -179,8 +181,9 @@ def test_settings_can_be_checked_before_the_service_starts(file: Path, monkeypat
     assert refused.value.param_hint == "'SPECDEC_VERIFIER_KV_TOKENS'"
     monkeypatch.delenv("SPECDEC_VERIFIER_KV_TOKENS")
     monkeypatch.setenv("SPECDEC_VERIFIER_CONFIG", str(file))
-    with pytest.raises(typer.BadParameter, match="does not exist"):
+    with pytest.raises(typer.BadParameter, match="No such file or directory") as refused:
         check_settings("verifier", main)
+    assert refused.value.param_hint == f"'SPECDEC_VERIFIER_CONFIG' {file}"
     file.write_text("port: often\n")
     with pytest.raises(typer.BadParameter, match="valid integer"):
         check_settings("verifier", main)

@@ -12,8 +12,9 @@ from specdec.extras import needed_by, needed_extra
 
 with needed_by("specdec", needed_extra(sys.argv[1:])):  # perhaps only the client is installed
     LOGGING = {"draft", "verifier", "orchestrator", "openai", "up", "serve"}  # commands of services, which have a log
-    if LOGGING.isdisjoint(sys.argv[1:2]):
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when gRPC is loaded; commands report its errors
+    # Read when gRPC is loaded. Its lines about callers' failed handshakes and closed connections are not for operators;
+    # commands report its errors themselves. Services that `up` starts inherit the variable.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE" if LOGGING.isdisjoint(sys.argv[1:2]) else "ERROR")
     import rich  # noqa: F401 (commands need it: report here that it is missing)
     import typer
 

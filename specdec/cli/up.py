@@ -16,10 +16,11 @@ import grpc
 import typer
 
 from specdec import ports
-from specdec.cli.access import OPEN
+from specdec.cli.access import OPEN, Access
 from specdec.cli.failure import fail, program, say
 from specdec.cli.passed_on import SET_BY_UP, Values, arguments
 from specdec.cli.pod_stats import NoSuchServiceError, ask
+from specdec.cli.up_tls import access_to_pods, check_tls, credentials_hint
 from specdec.command_line import Host, LogLevel
 from specdec.engine.cpu_count import MAX_THREADS
 from specdec.engine.placement import Placement, WantedDtype
@@ -34,35 +35,37 @@ ALWAYS_SET = SET_BY_UP | {"log_level", "drain_seconds"}
 """Options that this command always passes to services: their environment and files cannot set these."""
 
 
-def description(stack: Stack) -> dict[str, Any]:
-    """Return the address for clients on this machine, the addresses at which all services listen, and for each pod its
-    model, placement and memory; for the orchestrator the names of its models."""
-    pods = {role: _pod(role, address, stack.children[role].process.pid) for role, address in stack.addresses.items()}
-    return {"address": stack.address, "services": stack.addresses, "pods": pods}
+def description(stack: Stack, model: str, to_pods: Access = OPEN) -> dict[str, Any]:
+    """Return the address for clients on this machine, the addresses at which all services listen, and for each service
+    its memory; for pods also their model and placement, for the orchestrator the name of its `model`. `to_pods` is the
+    access to pods."""
+    found: dict[str, dict[str, Any]] = {}
+    for role, address in stack.addresses.items():
+        process = stack.children[role].process.pid
+        found[role] = {"address": address, "process_id": process, "memory_bytes": _memory(process)}
+        if role in ("verifier", "draft"):
+            found[role] |= _pod(from_here(address), to_pods)
+        elif role == "orchestrator":
+            found[role]["models"] = [model]
+    return {"address": stack.address, "services": stack.addresses, "pods": found}
 
 
-def _pod(role: str, address: str, process: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"address": address, "process_id": process, "memory_bytes": _memory(process)}
-    if role == "openai":  # no model
-        return found
-    # A service that does not answer is busy or dead; `Upkeep` handles that, and start-up continues.
-    with contextlib.suppress(grpc.RpcError, NoSuchServiceError), OPEN.channel(address) as channel:
+def _pod(address: str, to_pods: Access) -> dict[str, Any]:
+    """Return the model and the placement of a pod. Nothing if it does not answer: it is busy or dead, which `Upkeep`
+    handles, and start-up continues."""
+    with contextlib.suppress(grpc.RpcError, NoSuchServiceError), to_pods.channel(address) as channel:
         seen = ask(channel, ANSWER_SECONDS).as_json()
-        if identity := seen.get("identity"):
-            found["model"] = identity["model"]
-            found |= {name: seen["pod"][name] for name in ("device", "dtype", "threads")}
-            found["kv_tokens"] = seen["kv_tokens"]
-        if models := seen.get("models"):
-            found["models"] = [model["name"] for model in models]
-    return found
+        placed = {name: seen["pod"][name] for name in ("device", "dtype", "threads")}
+        return {"model": seen["identity"]["model"], **placed, "kv_tokens": seen["kv_tokens"]}
+    return {}
 
 
 def lines(
-    found: Mapping[str, Any], *, tls: bool = False, https: bool = False, by_key: bool = False, has_model: bool = True
+    found: Mapping[str, Any], *, tls: str = "", https: bool = False, by_key: bool = False, has_model: bool = True
 ) -> Iterator[str]:
-    """Yield a description as lines: one per service, then how to send requests. `tls`: the orchestrator uses TLS, and
-    `https`: the HTTP API does; `by_key`: requests need a tenant's API key; `has_model`: a draft model or heads propose
-    candidates."""
+    """Yield a description as lines: one per service, then how to send requests. `tls`: the TLS options of commands for
+    the orchestrator; `https`: the HTTP API uses TLS; `by_key`: requests need a tenant's API key; `has_model`: a draft
+    model or heads propose candidates."""
     for role, pod in found["pods"].items():
         parts = [f"{pod['memory_bytes'] / 1e9:.2f} GB of memory now"]
         if "model" in pod:
@@ -73,20 +76,19 @@ def lines(
         yield f"{role:13} {pod['address']:21} {', '.join(parts)}"
     usual = f"127.0.0.1:{ports.ORCHESTRATOR}"
     asked = "" if found["address"] == usual else f" --address {found['address']}"
-    key = " --tls-ca FILE" * tls + " --api-key-file FILE" * by_key
+    key = tls + " --api-key-file FILE" * by_key
     yield f'Try it: {program()} generate "def main("{asked}{key}'
     if openai := found["services"].get("openai"):
-        # With tenants, the orchestrator lists its models only to holders of a key.
-        models = found["pods"]["orchestrator"].get("models", [])
-        known = f" OPENAI_API_KEY=none (model {models[0]})" if models else " OPENAI_API_KEY=KEY" if by_key else ""
-        yield f"With any OpenAI client: OPENAI_BASE_URL=http{'s' * https}://{from_here(openai)}/v1{known}"
+        base = f"OPENAI_BASE_URL=http{'s' * https}://{from_here(openai)}/v1"
+        model = found["pods"]["orchestrator"]["models"][0]
+        yield f"With any OpenAI client: {base} OPENAI_API_KEY={'KEY' if by_key else 'none'} (model {model})"
     else:
         yield f"No HTTP API: --openai-port {ports.OPENAI} adds it."
     if not has_model:
         yield "No draft model: candidates come from n-grams. --draft DIR or --local-draft DIR adds one."
     at = "" if found["address"] == usual else f" {found['address']}"
-    operators = f"{key} (an operator's key)" if by_key else ""
-    yield f"Which drafters propose tokens, and why: {program()} stats{at}{operators}"
+    operators = " (an operator's key)" * by_key
+    yield f"Which drafters propose tokens, and why: {program()} stats{at}{key}{operators}"
     yield "Ctrl-C stops all services."
 
 
@@ -211,13 +213,6 @@ def up(
         if passed["openai"] and openai_port is None:
             options = ", ".join(f"--openai-{name.replace('_', '-')}" for name in passed["openai"])
             fail(f"{options}: needs --openai-port, which starts the HTTP API", ExitStatus.USAGE)
-        secured = "tls_cert" in of_orchestrator
-        if openai_port is not None and secured and "orchestrator_tls_ca" not in of_openai:
-            fail(
-                "--openai-port: the HTTP API cannot connect to an orchestrator with --orchestrator-tls-cert "
-                "(SPECDEC_ORCHESTRATOR_TLS_CERT); give --openai-orchestrator-tls-ca FILE too",
-                ExitStatus.USAGE,
-            )
         if "models" in configured["orchestrator"]:
             fail(
                 "--orchestrator-models (SPECDEC_ORCHESTRATOR_MODELS): this command serves one model, --target; run "
@@ -239,28 +234,13 @@ def up(
         if models.draft is None and passed["draft"]:
             options = ", ".join(f"--draft-{name.replace('_', '-')}" for name in passed["draft"])
             fail(f"{options}: needs --draft or --draft-heads, which start a draft service", ExitStatus.USAGE)
-        for role, values in (("verifier", of_verifier), ("draft", of_draft)):
-            if role == "draft" and models.draft is None:
-                continue
-            if "tls_cert" in values and "peer_tls_ca" not in of_orchestrator:
-                fail(
-                    f"--{role}-tls-cert (SPECDEC_{role.upper()}_TLS_CERT): the orchestrator cannot connect "
-                    f"to a {role} with TLS without its CA; give --orchestrator-peer-tls-ca FILE too",
-                    ExitStatus.USAGE,
-                )
-            if "peer_tls_ca" in of_orchestrator and "tls_cert" not in values:
-                fail(
-                    "--orchestrator-peer-tls-ca (SPECDEC_ORCHESTRATOR_PEER_TLS_CA): the orchestrator cannot connect to "
-                    f"a {role} without TLS; give --{role}-tls-cert FILE and --{role}-tls-key FILE too",
-                    ExitStatus.USAGE,
-                )
-            if "tls_client_ca" in values and "peer_tls_cert" not in of_orchestrator:
-                fail(
-                    f"--{role}-tls-client-ca (SPECDEC_{role.upper()}_TLS_CLIENT_CA): the orchestrator cannot connect "
-                    f"to a {role} that checks clients; give --orchestrator-peer-tls-cert FILE and "
-                    "--orchestrator-peer-tls-key FILE too",
-                    ExitStatus.USAGE,
-                )
+        started = {"verifier": of_verifier, "draft": of_draft, "orchestrator": of_orchestrator, "openai": of_openai}
+        if models.draft is None:
+            del started["draft"]
+        if openai_port is None:
+            del started["openai"]
+        check_tls(started)
+        to_pods = access_to_pods(of_orchestrator)
         listening = {
             "--verifier-port": (of_verifier, (port and ports.VERIFIER) if verifier_port is None else verifier_port),
             "--draft-port": (of_draft, (port and ports.DRAFT) if draft_port is None else draft_port),
@@ -288,6 +268,7 @@ def up(
             heads = partial(memory_of_features, of_verifier["features"])
         opened = dict(zip(wanted, check(*wanted.values(), beside=heads), strict=True))  # converts GGUF files
         check_text(opened["target"], of_orchestrator.get("chat_template"))
+        served, *_ = of_orchestrator.get("served_model_name") or [opened["target"].name]
         for values, at in listening.values():
             values["port"] = at
         check_free(addresses)
@@ -317,10 +298,11 @@ def up(
             drain_seconds=drain,
             forced=lambda: len(stop) > 1,
         ) as stack:
-            found = description(stack)
+            found = description(stack, served, to_pods)
             https = "tls_cert" in of_openai
             has_model = any(path is not None for path in (models.draft, models.local_draft, given_heads))
-            shown = lines(found, tls=secured, https=https, by_key=tenants is not None, has_model=has_model)
+            tls = credentials_hint(of_orchestrator)
+            shown = lines(found, tls=tls, https=https, by_key=tenants is not None, has_model=has_model)
             print(json.dumps(found) if json_output else "\n".join(shown), flush=True)
             upkeep = Upkeep(stack, say)
             while not stop:

@@ -78,7 +78,8 @@ class Watched(Generic[Contents]):
             try:
                 version = self._files.version()
                 if version == self._version:
-                    self._refused = ""
+                    if self._refused:  # the last usable ones are back
+                        self._log_usable()
                     return False
                 contents = self._files.read()
                 if self._files.version() != version:  # they are being replaced right now
@@ -88,10 +89,15 @@ class Watched(Generic[Contents]):
                     log.warning("files_refused", what=self._files.what, why=str(error))
                 self._refused = str(error)
                 return False
-            self._version, self.contents, self._refused = version, contents, ""
-            paths = [str(file) for file in self._files.all if file is not None]
-            log.info("files_changed", what=self._files.what, files=paths)
+            self._version, self.contents = version, contents
+            self._log_usable()
             return True
+
+    def _log_usable(self) -> None:
+        """Log that changed files are usable; after a refusal, at the refusal's level."""
+        write = log.warning if self._refused else log.info
+        self._refused = ""
+        write("files_changed", what=self._files.what, files=[str(file) for file in self._files.all if file is not None])
 
 
 _all: WeakSet[Watched[Any]] = WeakSet()

@@ -69,7 +69,8 @@ def test_hints_name_the_program_as_it_was_started(started_by: str, words: str, m
 
 
 def test_what_is_not_served_is_named() -> None:
-    found = {"pods": {"orchestrator": {"address": "h:1", "memory_bytes": 0}}, "address": "h:1", "services": {}}
+    orchestrator = {"address": "h:1", "memory_bytes": 0, "models": ["m"]}
+    found = {"pods": {"orchestrator": orchestrator}, "address": "h:1", "services": {}}
     bare, whole = list(lines(found, has_model=False)), list(lines({**found, "services": {"openai": "h:2"}}))
     assert [line.partition(":")[0] for line in bare if line.startswith("No ")] == ["No HTTP API", "No draft model"]
     assert not [line for line in whole if line.startswith("No ")]
@@ -86,14 +87,37 @@ def test_what_typer_says_stays() -> None:
         raising(typer.BadParameter("no"))()
 
 
-@pytest.mark.parametrize(("command", "level"), [("serve", "None"), ("stats", "NONE")])
-def test_only_services_show_grpcs_own_log(command: str, level: str) -> None:
-    script = (
-        f"import os, sys; sys.argv = ['specdec', '{command}']; import specdec.cli; print(os.getenv('GRPC_VERBOSITY'))"
+HANDSHAKE = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+sys.argv = ["specdec", sys.argv[1]]
+import specdec.cli
+import grpc
+
+server = grpc.server(ThreadPoolExecutor(1))
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+with grpc.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials()) as channel:
+    print(channel.unary_unary("/a/b").future(b"").code().name)
+"""
+"""A program that imports a command, and then fails to connect with TLS to a port without it."""
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "level"), [("serve", "", "ERROR"), ("stats", "", "NONE"), ("up", "INFO", "INFO")]
+)
+def test_grpcs_own_log_is_quiet_unless_it_is_wanted(command: str, given: str, level: str) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    env |= {"GRPC_VERBOSITY": given} if given else {}
+    shown = subprocess.run(
+        [sys.executable, "-c", f"{HANDSHAKE}\nimport os; print(os.environ['GRPC_VERBOSITY'])", command],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    given = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
-    shown = subprocess.run([sys.executable, "-c", script], env=given, capture_output=True, text=True, timeout=60)
-    assert shown.stdout == f"{level}\n", shown.stderr
+    assert shown.stdout.split() == ["UNAVAILABLE", level], shown.stderr
+    assert ("Handshake failed" in shown.stderr) == bool(given)
 
 
 async def test_an_interrupted_command_ends_without_a_word() -> None:

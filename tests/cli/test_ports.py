@@ -18,7 +18,7 @@ from draft_service.__main__ import main as draft
 from orchestrator.__main__ import main as orchestrator
 from specdec import cli, ports
 from specdec.cli.passed_on import passing_on
-from specdec.cli.up import lines, up
+from specdec.cli.up import up
 from specdec.local import DEMO
 from specdec.roles import environment
 from tests.cli.commands import command_of
@@ -100,70 +100,6 @@ def test_a_port_that_no_draft_takes_may_be_taken(taken: int) -> None:
     run = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--draft-port", str(taken), "--target", "/none"]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment())
     assert done.stderr == "specdec: /none: no such directory\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "variables"),
-    [
-        pytest.param(
-            ("--orchestrator-tls-cert", "c.pem", "--orchestrator-tls-key", "k.pem"), {}, marks=pytest.mark.verify
-        ),
-        ((), {"SPECDEC_ORCHESTRATOR_TLS_CERT": "c.pem", "SPECDEC_ORCHESTRATOR_TLS_KEY": "k.pem"}),
-    ],
-)
-def test_openais_port_is_refused_where_the_orchestrator_wants_tls(
-    words: tuple[str, ...], variables: dict[str, str]
-) -> None:
-    """Whether TLS is set by option or by environment variable, the HTTP server could not connect."""
-    run = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--openai-port", "0", *words]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment() | variables)
-    assert done.returncode == 2
-    assert "--openai-port: the HTTP API cannot connect to an orchestrator with --orchestrator-tls-cert" in done.stderr
-    assert "give --openai-orchestrator-tls-ca FILE too" in done.stderr
-
-
-@pytest.mark.parametrize("role", ["verifier", "draft"])
-def test_tls_of_a_pod_is_refused_where_the_orchestrator_has_no_ca_for_it(role: str) -> None:
-    words = f"--{role}-tls-cert", "c.pem", f"--{role}-tls-key", "k.pem"
-    run = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", *words]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment())
-    assert done.returncode == 2
-    assert f"--{role}-tls-cert" in done.stderr
-    assert "give --orchestrator-peer-tls-ca FILE too" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ("--orchestrator-peer-tls-ca", "ca.pem"),
-            "a verifier without TLS; give --verifier-tls-cert FILE and --verifier-tls-key FILE too",
-        ),
-        (
-            ("--orchestrator-peer-tls-ca", "a", "--verifier-tls-cert", "c", "--verifier-tls-key", "k"),
-            "a draft without TLS; give --draft-tls-cert FILE and --draft-tls-key FILE too",
-        ),
-        (
-            (
-                *("--orchestrator-peer-tls-ca", "a", "--verifier-tls-cert", "c", "--verifier-tls-key", "k"),
-                *("--verifier-tls-client-ca", "a"),
-            ),
-            "--verifier-tls-client-ca (SPECDEC_VERIFIER_TLS_CLIENT_CA): the orchestrator cannot connect to a verifier "
-            "that checks clients; give --orchestrator-peer-tls-cert FILE and --orchestrator-peer-tls-key FILE too",
-        ),
-    ],
-)
-def test_tls_between_services_is_refused_where_one_side_lacks_it(words: tuple[str, ...], said: str) -> None:
-    done = CliRunner().invoke(cli.app, ["up", "--port", "0", *words])
-    assert done.exit_code == 2
-    assert said in done.stderr
-
-
-def test_commands_of_an_orchestrator_with_tls_name_its_ca() -> None:
-    found = {"address": f"127.0.0.1:{ports.ORCHESTRATOR}", "pods": {}, "services": {}}
-    ask, *_, why, _ = lines(found, tls=True, by_key=True)
-    assert ask.endswith("--tls-ca FILE --api-key-file FILE")
-    assert why.endswith("stats --tls-ca FILE --api-key-file FILE (an operator's key)")
 
 
 def test_a_file_of_models_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

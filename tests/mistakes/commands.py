@@ -173,7 +173,7 @@ MISTAKES = (
         USAGE,
         "--features: cannot be combined with --heads: draft services run the heads",
     ),
-    Mistake("specdec verifier --config none.yaml", USAGE, "file 'none.yaml' does not exist"),
+    Mistake("specdec verifier --config none.yaml", USAGE, "'--config' none.yaml: No such file or directory"),
     Mistake(
         "specdec verifier --config typo.yaml",
         USAGE,

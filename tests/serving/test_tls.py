@@ -48,15 +48,27 @@ def test_a_pair_that_does_not_fit_is_left_alone_until_it_does(authority: Authori
     assert [each["event"] for each in logs] == ["files_refused"]  # logged once
     assert watched.contents == before
     shutil.copy(key, files.key)
-    assert watched.changed()
-    assert watched.contents.key == key.read_bytes()
+    with captured_logs() as logs:
+        assert watched.changed()
+        assert watched.contents.key == key.read_bytes()
+        authority.issue("server")
+        assert watched.changed()
+    levels = [(line["event"], line["log_level"]) for line in logs]
+    assert levels == [("files_changed", "warning"), ("files_changed", "info")]  # as loud as the refusal before it
 
 
-def test_a_file_that_is_gone_for_a_moment_changes_nothing(files: TlsFiles) -> None:
-    watched = Watched(files)
-    assert files.key is not None
-    files.key.unlink()
-    assert not watched.changed()
+def test_a_file_that_is_gone_for_a_moment_changes_nothing(authority: Authority, tmp_path: Path) -> None:
+    certificate, key = authority.issue("server")
+    (link := tmp_path / "link.pem").symlink_to(key)
+    watched = Watched(TlsFiles(certificate, link, None))
+    link.unlink()
+    with captured_logs() as logs:
+        assert not watched.changed()
+        link.symlink_to(key)
+        assert not watched.changed()
+        assert not watched.changed()
+    levels = [(line["event"], line["log_level"]) for line in logs]
+    assert levels == [("files_refused", "warning"), ("files_changed", "warning")]
 
 
 def test_a_folder_that_is_swapped_by_a_link_is_seen(authority: Authority, tmp_path: Path) -> None:
