@@ -66,8 +66,8 @@ def survivors_of_largest(
         enough = reached >= (top_p * of)[:, None]  # a row without any True reaches p beyond its k largest
         cut = np.minimum(size, enough.argmax(axis=1) + 1)
         size = np.where((top_p < 1.0) & enough[:, -1], cut, size)
-    least = np.array([_least(peak, sampling) for peak, sampling in zip(z[:, 0], samplings, strict=True)])
-    if (least > -np.inf).any():
+    if any(sampling.min_p > 0.0 for sampling in samplings):
+        least = np.array([_least(peak, sampling) for peak, sampling in zip(z[:, 0], samplings, strict=True)])
         size = np.minimum(size, (z >= least[:, None]).sum(axis=1))
     last = z[every, size - 1]
     if most < vocabulary:
