@@ -47,7 +47,7 @@ async def test_an_orchestrator_that_is_not_there_is_waited_for_by_its_address() 
     assert lines == [f"waiting for an orchestrator: nothing answers at {server.address} yet; retrying for some seconds"]
 
 
-class SlowHealth(health_pb2_grpc.HealthServicer):
+class SlowHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Answers no health check until `answer` is set."""
 
     def __init__(self) -> None:
