@@ -121,7 +121,7 @@ def explained(decisions: SpeculationDecisions) -> str:
     without = sum(decisions.without.values())
     if without < steps:
         parts = [f"{steps - without} of {steps} steps had candidates"]
-        parts += [f"{count} had none: {_reason(name, decisions)}" for name, count in reasons if name != "prompt"]
+        parts += [f"{count} had none: {_reason(name, decisions)}" for name, count in reasons]
     else:
         parts = [_reason(name, decisions) for name, _ in reasons if name != "prompt" or len(reasons) == 1]
     reason = "; ".join(parts)

@@ -97,7 +97,7 @@ def test_a_faulty_server_cannot_make_a_sum_grow_or_become_no_number() -> None:
         (
             {"modes": {"off": 2, "ngram": 7}, "without": {"nothing_proposed": 1, "plain_faster": 2, "prompt": 1}},
             "n-grams (7 steps), off (2 steps): 5 of 9 steps had candidates; 2 had none: plain decoding is as fast; 1 "
-            "had none: nothing was proposed",
+            "had none: nothing was proposed; 1 had none: the step also computed the end of the prompt",
         ),
         ({"modes": {"ngram": 1}, "without": {"prompt": 1}}, "n-grams: the step also computed the end of the prompt"),
         ({"modes": {"new": 1}, "without": {"newer": 1}}, "new: newer"),
