@@ -123,7 +123,9 @@ class HttpServer:
                 raise DeploymentError(f"GET {answer.url}: {_refusal(answer)}")
             return {str(entry["id"]): () for entry in answer.json()["data"]}
         except httpx2.HTTPError as error:
-            raise DeploymentError(f"GET {self.client.base_url}models: {_named(error)}") from None
+            # What an HTTP/2 server without TLS answers is no HTTP/1.
+            grpc = "; if it is an orchestrator, leave out http://" * isinstance(error, httpx2.RemoteProtocolError)
+            raise DeploymentError(f"GET {self.client.base_url}models: {_named(error)}{grpc}") from None
         except (ValueError, KeyError, TypeError):
             raise DeploymentError(f"GET {self.client.base_url}models: the answer is no list of models") from None
 

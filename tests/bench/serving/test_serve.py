@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -168,6 +168,22 @@ async def test_pieces_are_counted_where_no_usage_is_told() -> None:
         report = await load(address, "--requests", "3")
     assert (report["complete"], report["tokens"]) == (3, 6)
     assert "The server reports no token counts: pieces are counted instead." in table(report)
+
+
+@pytest.mark.parametrize(
+    ("by", "change", "hint"),
+    [
+        ("gRPC", "http://{}".format, "; if it is an orchestrator, leave out http://"),
+        ("HTTP", lambda url: url.removeprefix("http://"), "; if it speaks HTTP, write http:// before its address"),
+    ],
+)
+async def test_an_address_of_the_other_protocol_is_refused_with_a_hint(
+    by: str, change: Callable[[str], str], hint: str
+) -> None:
+    async with deployment(by) as (address, _):
+        with pytest.raises(DeploymentError) as refused:
+            await load(change(address))
+    assert str(refused.value).endswith(hint)
 
 
 @pytest.mark.parametrize("by", ["gRPC", "HTTP"])
