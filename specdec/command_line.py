@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from specdec.signatures import PlainCommand
 from specdec.wire.address import Address, parse_addresses
 
 HELP_OPTIONS = {"help_option_names": ["--help", "-h"]}
@@ -82,5 +83,5 @@ def run_command(
 
         command = configurable(service, command)
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(context_settings=HELP_OPTIONS)(command)
+    app.command(cls=PlainCommand, context_settings=HELP_OPTIONS)(command)
     app(arguments, prog_name=name)

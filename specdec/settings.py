@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from specdec import strict_yaml, variables
-from specdec.signatures import parameters_of, with_parameters
+from specdec.signatures import OF_CHECKER, parameters_of, with_parameters
 
 
 class Settings(NamedTuple):
@@ -61,7 +61,8 @@ def configurable(service: str, command: Callable[..., None]) -> Callable[..., No
             try:
                 options[name].process_value(context, value)
             except typer.BadParameter as error:
-                message = f"{error.message}, is {value!r}" if str(value) not in error.message else error.message
+                message = error.message.removeprefix(OF_CHECKER)
+                message = f"{message}, is {value!r}" if str(value) not in message else message
                 raise typer.BadParameter(message, param_hint=f"'{spelled}'") from None
         context.default_map = {name: value for name, (value, _) in found.items()}
         context.meta[__name__] = {name: place for name, (_, place) in found.items()}, unknown

@@ -1,11 +1,29 @@
-"""Signatures of commands whose options are not all their own parameters, as typer reads them."""
+"""Commands as typer reads them: their class, and signatures of those whose options are not all their own parameters."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
 
 Command = Callable[..., None]
+
+OF_CHECKER = "Value error, "
+"""Prefix of some error messages of the library by which typer checks values."""
+
+
+class PlainCommand(TyperCommand):
+    """A command whose error messages lack that prefix."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix(OF_CHECKER)
+            raise
 
 
 def parameters_of(function: Callable[..., object]) -> dict[str, inspect.Parameter]:

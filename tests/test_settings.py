@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -234,6 +235,19 @@ def test_up_refuses_a_wrong_variable_before_it_starts_a_service() -> None:
     assert refused.exit_code == 2
     assert "Invalid value for 'SPECDEC_DRAFT_KV_TOKENS': Input should be a valid integer" in refused.stderr
     assert "starts" not in refused.stderr
+
+
+def test_a_choice_is_refused_alike_in_every_place(file: Path) -> None:
+    file.write_text("dtype: int3\n")
+    for words, variables in (
+        (["verifier", "--model", "m", "--dtype", "int3"], {}),
+        (["verifier", "--model", "m", "--config", str(file)], {}),
+        (["up", "--port", "0"], {"SPECDEC_VERIFIER_DTYPE": "int3"}),
+        (["up", "--port", "0", "--dtype", "int3"], {}),
+        (["train-heads", "--kind", "int3", "m", "out"], {}),
+    ):
+        refused = CliRunner().invoke(app, words, env=variables)
+        assert re.search(r"Invalid value for '[^']+': 'int3' is not one of '", refused.stderr), refused.stderr
 
 
 def test_a_service_tells_its_settings_at_start(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from specdec.cli.trace import trace
 from specdec.cli.train_draft import train_draft
 from specdec.cli.train_heads import train_heads
 from specdec.command_line import HELP_OPTIONS
+from specdec.signatures import PlainCommand
 from specdec.variables import PREFIXES, unread
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -84,5 +85,5 @@ COMMANDS = (
     *(stats, trace, generate, chat, tokenize, api_key),
 )
 for command in COMMANDS:
-    app.command()(ending(command))
+    app.command(cls=PlainCommand)(ending(command))
 app.command(context_settings=PASS_ON)(ending(bench))
