@@ -197,16 +197,16 @@ def _in_other_words(code: grpc.StatusCode, details: str, server: str) -> str:
 
 
 _MISMATCHES = (
-    ("WRONG_VERSION_NUMBER", "the server does not speak TLS: leave out the credentials (--tls, --tls-ca)"),
+    ("WRONG_VERSION_NUMBER", "the server does not speak TLS: leave out `credentials` (--tls, --tls-ca)"),
     (
         "Hostname Verification",
-        "the server's certificate is for another name than its address: use a name in the certificate, or give it "
-        "(--tls-name)",
+        "the server's certificate is for another name than its address: use a name in the certificate, or give it as "
+        "the option grpc.ssl_target_name_override (--tls-name)",
     ),
     (
         "CERTIFICATE_VERIFY_FAILED",
         "the server's certificate is not signed by an authority that this client trusts: give that authority's "
-        "certificate (--tls-ca)",
+        "certificate in `credentials` (--tls-ca)",
     ),
     (
         "Failed parsing HTTP/2",
@@ -214,8 +214,8 @@ _MISMATCHES = (
     ),
     (
         "Socket closed",
-        "the server closes new connections: perhaps it speaks TLS, and this client does not (--tls-ca, --tls), or it "
-        "requires a client certificate (--tls-cert)",
+        "the server closes new connections: perhaps it requires TLS (`credentials`; --tls-ca, --tls), or also a client "
+        "certificate (in `credentials`; --tls-cert)",
     ),
 )
 """gRPC's messages about a mismatch of client and server, and the remedies."""

@@ -19,7 +19,7 @@ from tests.certificates import Authority
 from tests.client.fake_server import FakeServer
 
 NO_TLS = "the server does not speak TLS"
-TLS = "the server closes new connections: perhaps it speaks TLS, and this client does not"
+TLS = "the server closes new connections: perhaps it requires TLS (`credentials`; --tls-ca, --tls)"
 OTHER_AUTHORITY = "the server's certificate is not signed by an authority that this client trusts"
 OTHER_NAME = "the server's certificate is for another name than its address"
 HTTP = "this is another kind of server, perhaps the HTTP one of `specdec openai`"
@@ -69,7 +69,7 @@ async def problem(address: str, credentials: grpc.ChannelCredentials | None) -> 
 async def test_a_client_with_tls_at_a_server_without(authority: Authority) -> None:
     async with FakeServer() as server:
         assert await problem(server.address, trusting(authority)) == (
-            f"{server.address}: {NO_TLS}: leave out the credentials (--tls, --tls-ca)"
+            f"{server.address}: {NO_TLS}: leave out `credentials` (--tls, --tls-ca)"
         )
 
 
@@ -80,7 +80,9 @@ async def test_a_client_without_tls_at_a_server_with(authority: Authority) -> No
 
 async def test_a_server_that_wants_a_certificate(authority: Authority) -> None:
     async with secured(authority.files("server")) as address:
-        assert "requires a client certificate" in await problem(address, trusting(authority))
+        assert "or also a client certificate (in `credentials`; --tls-cert)" in await problem(
+            address, trusting(authority)
+        )
 
 
 async def test_a_server_of_another_authority(authority: Authority, tmp_path: Path) -> None:
