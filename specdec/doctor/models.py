@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specdec.engine import hub
 from specdec.engine.heads.kinds import kind_in, memory_of_heads
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError
@@ -17,6 +17,7 @@ from specdec.engine.preflight.device import is_exported
 from specdec.engine.preflight.dtype import dtype_of
 from specdec.engine.preflight.memory_needed import MemoryNeeded, memory_needed
 from specdec.engine.preflight.memory_table import memory_of
+from specdec.engine.preflight.quantisation import quantised_by
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.extras import hint
 from specdec.roles import load
@@ -34,6 +35,7 @@ class Found(NamedTuple):
     memory: int | None  # bytes, with the full KV cache and the maximum number of sessions; None: vLLM decides
     memory_at_least: int | None  # bytes needed to start; None: vLLM decides
     memory_parts: MemoryNeeded | None  # of `memory`
+    tensors_checked: bool = False  # names and shapes of the tensors in the weight files, against the model's
     common_tokens: int | None = None  # with the target, if a draft has another tokenizer
 
     def as_json(self) -> dict[str, Any]:
@@ -66,9 +68,6 @@ def models(target: Path | None, draft: Path | None, placement: Placement, heads:
 
             check_text(directories[0])
         opened = dict(zip(wanted, directories, strict=True))
-        with suppress(ModuleNotFoundError):  # without torch, the rest of the report still helps
-            for role, directory in opened.items():
-                _check_loads(directory, wanted[role].placement)
         needed = memory_of({role: (wanted[role], directory) for role, directory in opened.items()}, heads=beside)
         found = [_found(role, wanted[role].placement, opened[role], needed.get(role)) for role in wanted]
         if "target" in opened and "draft" in opened:
@@ -84,6 +83,7 @@ def models(target: Path | None, draft: Path | None, placement: Placement, heads:
                     memory=its.total,
                     memory_at_least=its.total,
                     memory_parts=its,
+                    tensors_checked=True,  # with their memory
                 ),
             )
         return ModelCheck(found, "")
@@ -94,18 +94,27 @@ def models(target: Path | None, draft: Path | None, placement: Placement, heads:
         return ModelCheck([], hint(error, role) or str(error))
 
 
-def _check_loads(directory: ModelDirectory, placement: Placement) -> None:
-    """Raise an error if transformers is to load the model, and cannot: a service notices only at its start."""
-    if placement.kind != "vllm" and not is_exported(directory, placement):
-        load("specdec.engine.hf.pretrained").check_loads(directory)
-
-
 def _common_tokens(draft: ModelDirectory, target: ModelDirectory) -> int | None:
     """Return the number of tokens that a draft with another tokenizer shares with its target; None if the tokenizers
     are equal. UnsupportedModelError if the draft cannot be used with this target."""
     if draft.tokenizer_fingerprint == target.tokenizer_fingerprint:
         return None
     return len(load("draft_service.translation").Translation(draft, target).common)
+
+
+def _check_tensors(directory: ModelDirectory, placement: Placement) -> bool:
+    """Raise as a service's start would for tensors that are missing or have other shapes. Return False if only the
+    start can check them: the library is missing or broken, the weights are quantised, or transformers does not load
+    them."""
+    if placement.kind == "vllm" or is_exported(directory, placement) or quantised_by(directory) is not None:
+        return False
+    hub.disable()
+    try:
+        from specdec.engine.hf.pretrained import check_tensors  # imports torch and transformers
+    except Exception:  # a broken installation may raise anything
+        return False
+    check_tensors(directory)
+    return True
 
 
 def _found(role: str, placement: Placement, directory: ModelDirectory, needed: MemoryNeeded | None) -> Found:
@@ -119,4 +128,5 @@ def _found(role: str, placement: Placement, directory: ModelDirectory, needed: M
         None if needed is None else needed.total,
         None if needed is None else memory_needed(directory, placement).total,
         needed,
+        _check_tensors(directory, placement),
     )

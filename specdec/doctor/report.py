@@ -147,7 +147,10 @@ class DoctorReport:
             return f"Not ready: {what}, because {self.lacking.removesuffix('.')}"
         parts = ["`specdec up` can start here"]
         if self.models is not None:
-            parts = [" and ".join(f"the {model.role}" for model in self.models.found) + " can be served here"]
+            found = self.models.found
+            parts = [" and ".join(f"the {model.role}" for model in found) + " can be served here"]
+            if unchecked := [f"the {model.role}" for model in found if not model.tensors_checked]:
+                parts.append(f"if the files of {' and '.join(unchecked)} have all tensors, which is checked at start")
         if taken := [f"{places.LISTENING[role]} ({role})" for role, why in self.ports.items() if why]:
             parts.append(f"on other ports than {', '.join(taken)}, which {'is' if len(taken) == 1 else 'are'} taken")
         if self.machine.advice:

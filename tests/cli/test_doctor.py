@@ -73,26 +73,6 @@ def test_a_pair_that_can_be_served() -> None:
     assert done.stdout.splitlines()[-1].startswith("Ready: the target and the draft can be served here")
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"num_hidden_layers": 7}, "9 tensors are missing, such as model.layers.6.input_layernorm.weight"),
-        ({"intermediate_size": 64}, "mlp.down_proj.weight has the shape"),
-        ({"num_attention_heads": 7}, "is not a multiple of the number of attention heads"),
-        ({"rope_scaling": {"type": "weird"}}, "transformers does not know rotary embeddings of type 'weird'"),
-    ],
-)
-def test_a_configuration_that_does_not_fit_its_weights_is_named(
-    change: dict[str, Any], why: str, tmp_path: Path
-) -> None:
-    shutil.copytree(TARGET, tmp_path / "target")
-    config = tmp_path / "target" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | change))
-    done = doctor_here("--model", tmp_path / "target")
-    assert done.exit_code == 1
-    assert why in done.stdout.splitlines()[-1]
-
-
 @pytest.mark.verify
 def test_a_process_of_its_own_reports_a_pair_too() -> None:
     done = doctor("--model", TARGET, "--draft", DRAFT)
@@ -158,6 +138,45 @@ def test_a_model_that_cannot_be_served_is_a_status_and_a_line(tmp_path: Path, js
         verdict = f"Not ready: these models cannot be served here, because {tmp_path}: no config.json"
         assert done.stdout.splitlines()[-1] == verdict
         assert f"! cannot be served         {tmp_path}: no config.json\n" in done.stdout
+
+
+def changed(folder: Path, **fields: Any) -> Path:
+    """Return a copy of the demo's target in which config.json has other fields."""
+    shutil.copytree(TARGET, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"num_hidden_layers": 7}, "9 tensors are missing, such as model.layers.6.input_layernorm.weight"),
+        ({"intermediate_size": 999}, "has the shape [384, 1024], must have [384, 999] by config.json"),
+        ({"num_attention_heads": 7}, "is not a multiple of the number of attention heads"),
+        (
+            {"rope_scaling": {"type": "weird", "factor": 2.0}},
+            "transformers does not know 'weird', which config.json has as rope_scaling.type",
+        ),
+    ],
+)
+@pytest.mark.parametrize("option", ["--model", "--draft"])
+def test_a_model_that_its_files_do_not_fit_cannot_be_served(
+    tmp_path: Path, option: str, fields: dict[str, Any], problem: str
+) -> None:
+    done = doctor_here(option, changed(tmp_path, **fields))
+    assert done.exit_code == 1
+    assert problem in done.stderr
+    assert problem in done.stdout.splitlines()[-1]
+
+
+def test_the_verdict_says_if_tensors_are_checked_only_at_start() -> None:
+    report = DoctorReport(DoctorOptions(TARGET))
+    checked = report.models
+    assert checked is not None
+    assert "at start" not in report.verdict
+    vars(report)["models"] = ModelCheck([checked.found[0]._replace(tensors_checked=False)], "")  # as without torch
+    assert "if the files of the target have all tensors, which is checked at start" in report.verdict
 
 
 @pytest.mark.skipif(not isinstance(cuda_devices(), str), reason="there is a CUDA driver")

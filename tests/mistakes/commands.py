@@ -48,7 +48,7 @@ MISTAKES = (
     Mistake("specdec generate 'def' --typical-delta 0.5", USAGE, "--typical-delta: needs --rule typical"),
     Mistake("specdec generate 'def' --seed -1", USAGE, "'--seed': Input should be greater than or equal to 0"),
     Mistake(
-        "specdec generate 'def' --speculation maybe", USAGE, "'--speculation': 'maybe' is not one of 'auto', 'off',"
+        "specdec generate 'def' --speculation maybe", USAGE, "'--speculation': 'maybe' is not one of 'auto', 'off'"
     ),
     Mistake("specdec generate 'def' --timeout nan", USAGE, "'--timeout': Input should be less than or equal to 86400"),
     Mistake("specdec generate 'def' --address 127.0.0.1", USAGE, f"'127.0.0.1': the port is missing; {FORMS}"),

@@ -3,7 +3,7 @@ whether it can run in a packed batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import structlog
@@ -20,7 +20,7 @@ from specdec.engine.hf.linear import is_plain
 from specdec.engine.hf.random_weights import RandomWeights
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError, in_one_line, with_class
-from specdec.engine.preflight.architectures import check_layers, check_rope, rope_types
+from specdec.engine.preflight.architectures import check_layers, check_rope
 from specdec.engine.preflight.quantisation import check_quantisation, quantised_by
 from specdec.engine.unsupported import UnsupportedModelError
 
@@ -47,7 +47,7 @@ def load(
     """Load a model with our attention; ModelDirectoryError or UnsupportedModelError, with the reason, if impossible. A
     quantised model keeps its own linear layers. `kept`: the weight files' dtype; if given, parameters stay in it until
     the caller converts them, while buffers have `dtype`."""
-    _be_quiet()
+    _silence()
     config, kind = _configuration(directory, device)
     if isinstance(directory, RandomWeights):
         return _drawn(config, dtype, device, directory.seed)
@@ -63,17 +63,18 @@ def load(
     return model
 
 
-def check_loads(directory: ModelDirectory) -> None:
-    """Raise ModelDirectoryError or UnsupportedModelError, as `load` would, for a wrong configuration, and for tensors
-    that are missing or have another shape. Reads no weights."""
-    _be_quiet()
+def check_tensors(directory: ModelDirectory) -> None:
+    """Raise, as `load` would, if the configuration is refused, or if tensors of the model are missing or have other
+    shapes than in the weight files. The model is built on the meta device: no weights are read."""
+    _silence()
     _, kind = _configuration(directory, "cpu")
     _read(directory, torch.float32, kind, device_map={"": "meta"})
 
 
-def _be_quiet() -> None:
+def _silence() -> None:
+    """Keep transformers from printing: important reports are raised here as one-line errors."""
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()  # important reports are raised here as one-line errors
+    transformers_logging.set_verbosity_error()
 
 
 def _read(
@@ -96,11 +97,7 @@ def _read(
             )
         except Exception as error:  # transformers' errors have no common base
             quantised = f" (quantised by {method})" if (method := quantised_by(directory)) else ""
-            if isinstance(error, KeyError) and (key := in_one_line(error)) in map(repr, rope_types(directory.config)):
-                raise ModelDirectoryError(
-                    f"{directory.path}/config.json: transformers does not know rotary embeddings of type {key}"
-                ) from error
-            why = in_one_line(error).replace(str(folder), str(directory.path))
+            why = _why(directory, error).replace(str(folder), str(directory.path))
             raise ModelDirectoryError(f"{directory.path}{quantised}: cannot be loaded: {why}") from error
     if report["missing_keys"]:  # transformers would continue with random numbers
         missing = sorted(report["missing_keys"])
@@ -116,6 +113,26 @@ def _read(
     if kept is not None:
         model.__class__ = kind
     return model.eval()
+
+
+def _why(directory: ModelDirectory, error: Exception) -> str:
+    """Return the message of a library's error while loading. A KeyError has only the value that was looked up: name the
+    configuration's field with this value, if there is one."""
+    if not isinstance(error, KeyError):
+        return in_one_line(error)
+    for name, value in _fields(directory.whole_config):
+        if error.args == (value,):
+            return f"transformers does not know {error}, which config.json has as {name}"
+    return with_class(error)
+
+
+def _fields(config: dict[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a configuration, at any depth, with their places as prefixes of their names."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _fields(value, f"{place}{name}.")
+        else:
+            yield f"{place}{name}", value
 
 
 def _keeping(kind: Any, dtype: torch.dtype) -> Any:
@@ -148,7 +165,7 @@ def _configuration(directory: ModelDirectory, device: str) -> tuple[PretrainedCo
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     except Exception as error:  # transformers' errors have no common base
-        raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {in_one_line(error)}") from error
+        raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {_why(directory, error)}") from error
     check_rope(directory, config.get_text_config().to_dict())  # transformers may rename a kind of rotary embeddings
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if layers is not None and layers < 1:

@@ -79,7 +79,7 @@ def check_layers(directory: ModelDirectory) -> None:
 def check_rope(directory: ModelDirectory, config: dict[str, Any]) -> None:
     """Raise UnsupportedModelError if rotary embeddings depend on the whole batch. `config` is the model's own
     configuration or transformers' version of it."""
-    for rope_type in rope_types(config):
+    for rope_type in _rope_types(config):
         if rope_type in ("dynamic", "longrope", "su"):  # "su" is an older name
             raise UnsupportedModelError(
                 f"{directory.name}: {rope_type} rotary embeddings depend on the longest text in a batch, so a "
@@ -87,8 +87,8 @@ def check_rope(directory: ModelDirectory, config: dict[str, Any]) -> None:
             )
 
 
-def rope_types(config: dict[str, Any]) -> list[str]:
+def _rope_types(config: dict[str, Any]) -> list[str]:
     """Return the rotary types of all layers; newer configurations nest the parameters by kind of layer."""
-    given = [config.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
-    nested = [value for parameters in given for value in parameters.values() if isinstance(value, dict)]
-    return [str(p.get("rope_type", p.get("type", "default"))) for p in [*given, *nested]]
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return [str(p.get("rope_type", p.get("type", "default"))) for p in nested or [parameters]]
