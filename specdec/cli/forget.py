@@ -83,7 +83,7 @@ def _forget(target: str, access: Access, tenant: str, timeout: float) -> None:
     rolled_back = f"; rolled back: {', '.join(gone.versions)}" if gone.versions else ""
     print(f"{target}: {gone.texts} texts, {gone.tokens} tokens forgotten{rolled_back}")
     if not (gone.texts or gone.versions or gone.first_learned):
-        say(f"{target}: nothing of tenant {tenant!r} was known here; later versions that learned from it are refused")
+        say(f"{target}: nothing of tenant {tenant!r} was known here")
     if gone.first_learned:
         why = "the --model that this service started with has learned from this tenant"
         say(f"{target}: {why}: restart it with another one")

@@ -80,7 +80,7 @@ def _check_calls(calls: Calls, caller: Values, called: Values) -> None:
             f"give {_option(calls.called, 'tls_cert')} FILE and {_option(calls.called, 'tls_key')} FILE too",
             ExitStatus.USAGE,
         )
-    if "tls_client_ca" in called and cert not in caller:
+    if {"tls_cert", "tls_client_ca"} <= called.keys() and cert not in caller:  # without tls_cert: refused as such
         fail(
             f"{_with_variable(calls.called, 'tls_client_ca')}: {calls.cannot} that checks clients; "
             f"give {_option(calls.caller, cert)} FILE and {_option(calls.caller, key)} FILE too",

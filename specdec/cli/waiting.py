@@ -76,30 +76,28 @@ def waited_for(targets: list[str], access: Access = OPEN) -> str:
     """Return a line for a person: why a request to these servers waits, according to their health checks. Empty if no
     server can ever answer the request."""
     channels = [access.channel(target) for target in targets]
-    connected = [grpc.channel_ready_future(channel) for channel in channels]
     asked = health_pb2.HealthCheckRequest(service=VERIFIER)
     calls = [health_pb2_grpc.HealthStub(channel).Check.future(asked, timeout=LOOK_SECONDS) for channel in channels]
     absent, slow, without, unfit = [], [], [], 0
-    for target, call, connection in zip(targets, calls, connected, strict=True):
+    for target, call in zip(targets, calls, strict=True):
         code = call.code()  # waits for the answer
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED and connection.done():  # else its host may be silent
-            slow.append(target)
-        elif code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        if code is grpc.StatusCode.UNAVAILABLE:
             absent.append(target)
             unfit += mismatch(call.details() or "") is not None
+        elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            slow.append(target)
         elif code is grpc.StatusCode.OK and call.result().status != health_pb2.HealthCheckResponse.SERVING:
             without.append(target)
-    for channel, connection in zip(channels, connected, strict=True):
-        connection.cancel()
+    for channel in channels:
         channel.close()
     if unfit == len(targets):
         return ""  # the command itself soon fails with the reason
     if len(absent) == len(targets):
         return f"waiting for an orchestrator: nothing answers at {', '.join(absent)} yet; retrying for some seconds"
-    if len(absent) + len(without) == len(targets):
+    if len(absent) + len(slow) == len(targets):
+        return f"waiting for an orchestrator: {', '.join(slow)} answers slowly, if at all"
+    if len(absent) + len(slow) + len(without) == len(targets):
         return f"waiting for a verifier: the orchestrator at {', '.join(without)} reaches none"
-    serving = [target for target in targets if target not in {*absent, *slow, *without}]
-    if not serving:
-        return f"waiting for tokens: the orchestrator at {', '.join(slow)} answers slowly (busy, or many requests)"
+    serving = [target for target in targets if target not in (*absent, *slow, *without)]
     causes = "a long prompt, many requests, or a pod that is being replaced"
     return f"waiting for tokens from {', '.join(serving)} ({causes})"

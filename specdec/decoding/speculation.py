@@ -26,8 +26,8 @@ OWN_DRAFTERS = ALL_DRAFTERS - {CandidateSource.REMOTE}
 NO_DRAFTERS: frozenset[CandidateSource] = frozenset()
 
 RECENT_DRAFTERS = frozenset({CandidateSource.HEADS})
-"""Drafters that verifiers of the previous version refuse. Orchestrators do not name them for requests that choose no
-drafters; verifiers add them."""
+"""Drafters that verifiers of the last version refuse. Orchestrators do not name them for requests that choose no
+drafters; verifiers add them. Verifiers must go on to do so for one version after orchestrators begin to name them."""
 
 
 class Scorer(IntEnum):

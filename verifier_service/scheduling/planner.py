@@ -111,14 +111,13 @@ class Planner:
         self.shares.begin(division)
         sessions = self._without_yielding(ready, division)
         chosen = self._choose(sessions, spent)
-        pack, written, entries, taken = self._fill(sessions, chosen)
-        for entry, rows in entries[: len(sessions.speculating)]:
+        plan = self._fill(sessions, chosen)
+        for entry, rows in plan.entries[: len(sessions.speculating)]:
             rows.undrafted = self._eligibility.lacks_remote_draft(entry.session)
             rows.drafted = not rows.undrafted and self._eligibility.uses_remote_draft(entry.session)
-        self._explain(entries, chosen, sessions.decoding, taken)
-        expected = self._threads.latency.of(taken) + sum(entry.usual_grammar_seconds for entry, _ in entries)
-        plan = StepPlan(pack, written, entries, taken, expected, sessions.sitting_out, division)
-        return plan if plan.decodes_only else replace(plan, expected=expected * self._prompts.slowdown.factor)
+        self._explain(plan.entries, chosen, sessions.decoding, plan.rows)
+        expected = self._threads.latency.of(plan.rows) + sum(entry.usual_grammar_seconds for entry, _ in plan.entries)
+        return replace(plan, expected=expected if plan.decodes_only else expected * self._prompts.slowdown.factor)
 
     def _without_yielding(self, ready: Sequence[RunningSession], division: Division | None) -> _StepSessions:
         """Return the sessions of the step, without those that yield to urgent prompts."""
@@ -157,17 +156,16 @@ class Planner:
             entry.session.ngrams.close_window()
         return chosen
 
-    def _fill(
-        self, sessions: _StepSessions, chosen: StepCandidates
-    ) -> tuple[Callable[[], PackedBatch], Sequence[int] | Slots, list[tuple[RunningSession, ScheduledRows]], int]:
-        """Fill the step: take the batch packed ahead, or pack a new one with chunks of prompts. Return the first four
-        fields of its `StepPlan`."""
+    def _fill(self, sessions: _StepSessions, chosen: StepCandidates) -> StepPlan:
+        """Take the batch packed ahead, or fill a new one with chunks of prompts. Return the plan, without the expected
+        seconds."""
         prompts, plain, speculating = sessions.prompts, sessions.plain, sessions.speculating
+        sitting_out, division = sessions.sitting_out, sessions.division
         foreseen = self._foreseen.take([*speculating, *plain])
         # The foreseen batch has one row per text: usable only if nothing else has joined the step.
         if foreseen is not None and not (prompts or any(chosen.nodes) or any(chosen.windows)):
             batch, entries = foreseen
-            return (lambda: batch), batch.slots, entries, len(entries)
+            return StepPlan(lambda: batch, batch.slots, entries, len(entries), 0.0, sitting_out, division)
         packer, decoding = self._packer(), sessions.decoding
         entries = self._schedule(packer, zip(speculating, chosen.nodes, chosen.windows, strict=True), plain)
         chunks = self._prompts.chunks(
@@ -176,11 +174,11 @@ class Planner:
             decoding,
             rows=len(packer.tokens),
             candidates=len(packer.wanted) - decoding,
-            division=sessions.division,
+            division=division,
             goes_first=sessions.goes_first,
         )
         entries += [(entry, entry.session.plan(packer, chunk, [], [])) for entry, chunk in chunks]
-        return packer.pack, packer.slots, entries, len(packer.tokens)
+        return StepPlan(packer.pack, packer.slots, entries, len(packer.tokens), 0.0, sitting_out, division)
 
     def pack_next(self, plan: StepPlan) -> None:
         """Pack the next step, if it can be foreseen."""
