@@ -16,7 +16,7 @@ OF_CHECKER = "Value error, "
 
 
 class PlainCommand(TyperCommand):
-    """A command whose error messages lack that prefix."""
+    """A command whose errors about option values lack that prefix."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:

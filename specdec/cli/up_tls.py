@@ -14,7 +14,7 @@ from specdec.serving.tls import server_credentials
 from specdec.wire.tls_files import TlsError, TlsFiles, channel_credentials
 
 
-class Calls(NamedTuple):
+class ServiceCalls(NamedTuple):
     """Calls from one service to another. The caller's options for them are --CALLER-PREFIX-tls-ca and so on."""
 
     caller: str
@@ -24,9 +24,9 @@ class Calls(NamedTuple):
 
 
 CALLS = (
-    Calls("orchestrator", "peer", "verifier", "the orchestrator cannot connect to a verifier"),
-    Calls("orchestrator", "peer", "draft", "the orchestrator cannot connect to a draft"),
-    Calls("openai", "orchestrator", "orchestrator", "the HTTP API cannot connect to an orchestrator"),
+    ServiceCalls("orchestrator", "peer", "verifier", "the orchestrator cannot connect to a verifier"),
+    ServiceCalls("orchestrator", "peer", "draft", "the orchestrator cannot connect to a draft"),
+    ServiceCalls("openai", "orchestrator", "orchestrator", "the HTTP API cannot connect to an orchestrator"),
 )
 
 
@@ -65,7 +65,7 @@ def credentials_hint(orchestrator: Values) -> str:
     return " --tls-ca FILE" + " --tls-cert FILE --tls-key FILE" * ("tls_client_ca" in orchestrator)
 
 
-def _check_calls(calls: Calls, caller: Values, called: Values) -> None:
+def _check_calls(calls: ServiceCalls, caller: Values, called: Values) -> None:
     """End the process if TLS fits only one end of these calls."""
     cert, key, ca = _of_caller(calls.prefix)
     if "tls_cert" in called and ca not in caller:
