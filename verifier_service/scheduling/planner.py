@@ -23,7 +23,7 @@ from specdec.engine.kv.slots import Slots
 from verifier_service.backend.result import VerifyResult, Without
 from verifier_service.costs.token_budget import RowPrice, select_candidates
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
-from verifier_service.scheduling.foreseen_step import ForeseenStep
+from verifier_service.scheduling.foreseen_step import Entries, ForeseenStep
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.scheduling.shares import Urgent
 from verifier_service.scheduling.step_candidates import CandidateChoice, StepCandidates
@@ -44,16 +44,12 @@ class StepPlan:
 
     pack: Callable[[], PackedBatch]
     written: Sequence[int] | Slots  # KV slots written by the step
-    entries: list[tuple[RunningSession, ScheduledRows]]
+    entries: Entries
     rows: int  # without padding
+    decodes_only: bool  # it computes nothing of a prompt, not even its end
     expected: float  # seconds
     sitting_out: list[RunningSession]  # decoding sessions without rows in it
     division: Division | None = None  # None: not divided among tenants
-
-    @property
-    def decodes_only(self) -> bool:
-        """True if the step computes nothing of a prompt, not even its end."""
-        return all(rows.root_row is not None and rows.count == 1 for _, rows in self.entries)
 
 
 @dataclass(frozen=True)
@@ -116,8 +112,7 @@ class Planner:
             rows.undrafted = self._eligibility.lacks_remote_draft(entry.session)
             rows.drafted = not rows.undrafted and self._eligibility.uses_remote_draft(entry.session)
         self._explain(plan.entries, chosen, sessions.decoding, plan.rows)
-        expected = self._threads.latency.of(plan.rows) + sum(entry.usual_grammar_seconds for entry, _ in plan.entries)
-        return replace(plan, expected=expected if plan.decodes_only else expected * self._prompts.slowdown.factor)
+        return plan
 
     def _without_yielding(self, ready: Sequence[RunningSession], division: Division | None) -> _StepSessions:
         """Return the sessions of the step, without those that yield to urgent prompts."""
@@ -157,15 +152,14 @@ class Planner:
         return chosen
 
     def _fill(self, sessions: _StepSessions, chosen: StepCandidates) -> StepPlan:
-        """Take the batch packed ahead, or fill a new one with chunks of prompts. Return the plan, without the expected
-        seconds."""
+        """Take the batch packed ahead, or fill a new one with chunks of prompts."""
         prompts, plain, speculating = sessions.prompts, sessions.plain, sessions.speculating
         sitting_out, division = sessions.sitting_out, sessions.division
         foreseen = self._foreseen.take([*speculating, *plain])
         # The foreseen batch has one row per text: usable only if nothing else has joined the step.
         if foreseen is not None and not (prompts or any(chosen.nodes) or any(chosen.windows)):
             batch, entries = foreseen
-            return StepPlan(lambda: batch, batch.slots, entries, len(entries), 0.0, sitting_out, division)
+            return self._decoding(batch, entries, len(entries), sitting_out, division)
         packer, decoding = self._packer(), sessions.decoding
         entries = self._schedule(packer, zip(speculating, chosen.nodes, chosen.windows, strict=True), plain)
         chunks = self._prompts.chunks(
@@ -178,7 +172,25 @@ class Planner:
             goes_first=sessions.goes_first,
         )
         entries += [(entry, entry.session.plan(packer, chunk, [], [])) for entry, chunk in chunks]
-        return StepPlan(packer.pack, packer.slots, entries, len(packer.tokens), 0.0, sitting_out, division)
+        rows = len(packer.tokens)
+        expected = self._decoding_seconds(rows, entries) * (self._prompts.slowdown.factor if chunks else 1.0)
+        return StepPlan(packer.pack, packer.slots, entries, rows, not chunks, expected, sitting_out, division)
+
+    def _decoding(
+        self,
+        batch: PackedBatch,
+        entries: Entries,
+        rows: int,
+        sitting_out: list[RunningSession],
+        division: Division | None,
+    ) -> StepPlan:
+        """Return the plan of a packed step that computes nothing of a prompt."""
+        expected = self._decoding_seconds(rows, entries)
+        return StepPlan(lambda: batch, batch.slots, entries, rows, True, expected, sitting_out, division)
+
+    def _decoding_seconds(self, rows: int, entries: Entries) -> float:
+        """Return the expected seconds of a step over `rows` rows, if it computes nothing of a prompt."""
+        return self._threads.latency.of(rows) + sum(entry.usual_grammar_seconds for entry, _ in entries)
 
     def pack_next(self, plan: StepPlan) -> None:
         """Pack the next step, if it can be foreseen."""
@@ -198,8 +210,7 @@ class Planner:
         if foreseen is None:
             return None
         batch, entries, rows = foreseen
-        expected = self._threads.latency.of(rows) + sum(entry.usual_grammar_seconds for entry, _ in entries)
-        return StepPlan(lambda: batch, batch.slots, entries, rows, expected, [], self._division)
+        return self._decoding(batch, entries, rows, [], self._division)
 
     def begin_early(self, plan: StepPlan) -> StepPlan:
         """Begin a step of `plan_early`, once the step before it is committed. Return its plan without the sessions that
@@ -282,7 +293,7 @@ class Planner:
         packer: Packer,
         speculating: Iterable[tuple[RunningSession, list[Node], LookaheadRows | None]],
         plain: Sequence[RunningSession],
-    ) -> list[tuple[RunningSession, ScheduledRows]]:
+    ) -> Entries:
         """Add the rows of decoding sessions, with their candidates and windows."""
         tree_slots, entries = list(self._tree_slots), []
         for entry, nodes, window in speculating:
