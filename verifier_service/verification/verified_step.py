@@ -57,8 +57,7 @@ def verify_step(
     forward_seconds = time.monotonic() - pass_begun
     in_grammars = [(s, s.grammar_seconds - earlier) for s, earlier in zip(sessions, before, strict=True)]
     verify_trees(verifications, logits)
-    verified = VerifiedStep(entries, pairs, _prompt_scores(entries, logits), forward_seconds, in_grammars)
-    verified.add_logprobs(logits)
+    verified = VerifiedStep(entries, pairs, logits, forward_seconds, in_grammars)
     observe([v for v in verifications if v.lacks is None or v.result.tokens], verified.prompts, logits)
     return verified
 
@@ -71,14 +70,16 @@ class VerifiedStep:
         self,
         entries: Sequence[tuple[RunningSession, ScheduledRows]],
         pairs: Sequence[tuple[RunningSession, TreeVerification]],
-        scores: Sequence[tuple[RunningSession, PromptScores]],
+        logits: StepLogits,
         forward_seconds: float,
         in_grammars: Sequence[tuple[VerifierSession, float]],
     ) -> None:
-        """`pairs`: the verifications of the step; `in_grammars`: seconds in each session's grammar during the pass."""
+        """Take the log-probabilities that sessions need from `logits`, which are not kept. `pairs`: the verifications
+        of the step; `in_grammars`: seconds in each session's grammar during the pass."""
         self.forward_seconds = forward_seconds
         self._in_grammars = in_grammars
         failed = {entry: verification.error for entry, verification in pairs if verification.error is not None}
+        scores = _prompt_scores(entries, logits)
         failed |= {e: NotFiniteError() for e, scored in scores if any(math.isnan(p.chosen) for p in scored.logprobs)}
         self.failed = list(failed.items())
         self.scores = [(entry, scored) for entry, scored in scores if entry not in failed]
@@ -89,16 +90,13 @@ class VerifiedStep:
         self._sound = [(entry, verification) for entry, verification in sound if verification.result.tokens]
         # Slots (from, to) to copy: accepted candidates of side branches.
         self.kv_copies = [copy for _, verification in self._sound for copy in verification.kv_copies]
+        self._add_requested(logits)
+        self._add_overruled(logits)
 
     @property
     def prompts(self) -> Prompts:
         """The rows of prompts that stop short of a root; `failed` sessions have none."""
         return [(entry.session, rows) for entry, rows in self._prefilled]
-
-    def add_logprobs(self, logits: StepLogits) -> None:
-        """Add log-probabilities to the results that need some."""
-        self._add_requested(logits)
-        self._add_overruled(logits)
 
     def _add_requested(self, logits: StepLogits) -> None:
         """Add the log-probabilities of committed tokens to the results of the requests that ask for them."""
