@@ -22,7 +22,7 @@ from rich.progress import Progress
 
 from bench.papers.measures import diversity, equal_tokens, merged
 from bench.papers.methods import PLAIN, Method
-from bench.papers.prompts import Question
+from bench.question_sets import Question
 from specdec.client import AsyncClient, Completion, GenerateOptions, InvalidRequest, Message, SpecdecError
 
 ANSWER_SECONDS = 900.0

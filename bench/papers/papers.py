@@ -44,9 +44,9 @@ from bench.conditions import machine, model_name, versions
 from bench.papers.evaluation import Evaluation, EvaluationError, Settings
 from bench.papers.methods import USUAL, Method, MethodError, Part, methods_named
 from bench.papers.plots import plot
-from bench.papers.prompts import OWN, PromptsError, chosen, read_all
 from bench.papers.report import table
 from bench.papers.summary import summarised
+from bench.question_sets import OWN, PromptsError, chosen, read_all
 from bench.report import CUT_OFF, Report, folder, publish
 from bench.systems import pair
 from specdec.client import SpecdecError

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from bench.arguments import limit, names, numbers, parser_of, whole_numbers
+from bench.question_sets import PromptsError
 from bench.report import folder
+from bench.speed.prompts import DemoPrompts, Prompts, QuestionPrompts, sets_of
 from bench.systems import pair, peer_options
 from bench.systems.llama_cpp import LlamaFiles
 from bench.systems.specdec import PLAIN, Window
 from bench.systems.system import Setup
 from demo.prompts import KINDS
 from specdec.engine.cpu_count import cores_given
-from specdec.engine.placement import Dtype, Placement
+from specdec.engine.placement import BITS, Dtype, Placement, Weights
 from specdec.engine.preflight.device import check_device
 from specdec.engine.unsupported import UnsupportedModelError
 
@@ -27,10 +29,11 @@ class SpeedConfig:
     draft: Path | None
     dtype: Dtype
     device: str  # of the target
-    kinds: Sequence[str]
+    weights: Weights  # of the target, at specdec
+    prompts: Prompts
     streams: Sequence[int]  # concurrent
     temperatures: Sequence[float]
-    prompt_tokens: int
+    prompt_tokens: int  # maximum
     tokens: int  # generated per prompt
     rounds: int  # after one warm-up round
     learning_seconds: float  # of additional warm-up loads, for adaptive configurations
@@ -43,6 +46,7 @@ class SpeedConfig:
     vllm_python: str | None
     llama: LlamaFiles | None
     only: Sequence[str]
+    apart: bool  # systems are loaded one at a time
     over: str  # the baseline configuration
     threads: int | None  # of the target; None: one per core
     out: Path | None
@@ -57,13 +61,16 @@ class SpeedConfig:
             self.prompt_tokens + self.tokens,
             self.device,
             self.threads,
+            self.weights,
         )
 
     @property
     def asked(self) -> dict[str, Any]:
         """The settings in a report, by name."""
-        told = ("dtype", "device", "threads", "prompt_tokens", "tokens", "rounds", "learning_seconds", "seed", "over")
-        return {name: getattr(self, name) for name in (*told, "kinds", "streams", "temperatures")}
+        numerics, course = ("dtype", "device", "weights", "threads"), ("rounds", "learning_seconds", "seed", "apart")
+        told = (*numerics, *course, "tokens", "streams", "temperatures", "over")
+        settings = {name: getattr(self, name) for name in told}
+        return settings | {"kinds": self.prompts.kinds, "prompts": self.prompts.length}
 
 
 def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
@@ -73,11 +80,19 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
     parser.add_argument(
         "--device", default="cpu", help="device of the target: cpu, cuda or cuda:N (default: %(default)s)"
     )
+    parser.add_argument(
+        "--weights", choices=list(BITS), default="stored", help="of the target, at specdec (default: %(default)s)"
+    )
     parser.add_argument("--threads", type=int, help="threads of targets; drafts and all else get the other cores")
-    parser.add_argument("--kinds", type=names, default=list(KINDS), help="default: " + ",".join(KINDS))
+    parser.add_argument("--kinds", type=names, help="of the demo's prompts; default: " + ",".join(KINDS))
+    parser.add_argument(
+        "--prompts", nargs="+", metavar="NAME", help="names or files as in `bench papers`, in place of the demo's kinds"
+    )
     parser.add_argument("--streams", type=whole_numbers, default=[1, 4, 16], help="concurrent streams; default: 1,4,16")
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 0.8], help="default: 0,0.8")
-    parser.add_argument("--prompt-tokens", type=int, default=96, help="default: %(default)s")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=96, help="length of the demo's prompts, maximum of others (%(default)s)"
+    )
     parser.add_argument("--tokens", type=int, default=128, help="tokens per text (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds after a warm-up round (default: %(default)s)")
     parser.add_argument(
@@ -93,15 +108,19 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
     parser.add_argument("--peers", type=names, default=["transformers"], help='"transformers" (default), or "none"')
     peer_options.add(parser)
     parser.add_argument("--only", type=names, default=[""], help="only systems with one of these words in their name")
+    parser.add_argument(
+        "--apart", action="store_true", help="load one system at a time, if memory is too small for all"
+    )
     parser.add_argument("--over", default=PLAIN, help="baseline of the ratios (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="code, 1 and 4 streams, greedy, 1 round of 64 tokens")
+    parser.add_argument("--quick", action="store_true", help="a kind, 1 and 4 streams, greedy, 1 round of 64 tokens")
     parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)
     if args.quick:
-        args.kinds, args.streams, args.temperatures, args.rounds, args.tokens = ["code"], [1, 4], [0.0], 1, 64
+        args.streams, args.temperatures, args.rounds, args.tokens = [1, 4], [0.0], 1, 64
         args.patience, args.learning = min(args.patience, 1.0), min(args.learning, 1.0)
     _check(parser, args)
     target, draft = pair.chosen(parser, args)
+    prompts = _prompts(parser, args, target)
     if args.bad_drafts and draft is None:
         parser.error("--bad-drafts needs --draft")
     return SpeedConfig(
@@ -109,7 +128,8 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
         draft=draft,
         dtype=args.dtype,
         device=args.device,
-        kinds=args.kinds,
+        weights=args.weights,
+        prompts=prompts,
         streams=args.streams,
         temperatures=args.temperatures,
         prompt_tokens=args.prompt_tokens,
@@ -125,6 +145,7 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
         vllm_python=peer_options.vllm_python(parser, args),
         llama=peer_options.llama_files(parser, args),
         only=args.only,
+        apart=args.apart,
         over=args.over,
         threads=args.threads,
         out=args.out,
@@ -151,9 +172,24 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             parser.error("--threads: of the other systems only vLLM supports it: add --peers none")
     if args.device != "cpu" and (args.peers != ["none"] or args.vllm_python or args.llama_server):
         parser.error(f"--device {args.device}: other systems are measured on the CPU only: add --peers none")
+    if args.weights != "stored" and args.device != "cpu":
+        parser.error(f"--weights {args.weights} needs --device cpu")
     for name, known in (("kinds", list(KINDS)), ("peers", ["transformers", "none"])):
-        if unknown := set(getattr(args, name)) - set(known):
+        if unknown := set(getattr(args, name) or ()) - set(known):
             parser.error(f"--{name}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+
+
+def _prompts(parser: argparse.ArgumentParser, args: argparse.Namespace, target: Path) -> Prompts:
+    """Return the prompts asked for; with --quick, of one kind."""
+    if args.prompts is None:
+        kinds = args.kinds or (["code"] if args.quick else list(KINDS))
+        return DemoPrompts(kinds, args.prompt_tokens, target)
+    if args.kinds:
+        parser.error("--kinds and --prompts: give only one of them")
+    try:
+        return QuestionPrompts(sets_of(args.prompts[:1] if args.quick else args.prompts), args.prompt_tokens, target)
+    except PromptsError as error:
+        parser.error(f"--prompts: {error}")
 
 
 def _window(text: str) -> Window:

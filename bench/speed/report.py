@@ -50,7 +50,7 @@ def table(report: Report) -> str:
     rounds = len({each["round"] for each in report["measurements"]})
     lines = [
         f"Target: {report['model']}. Draft: {report['draft'] or 'none'}.",
-        f"{report['dtype']}, prompts of {report['prompt_tokens']} tokens continued by {report['tokens']}; "
+        f"{_numerics(report)}, prompts of {report['prompts']} continued by {report['tokens']}; "
         f"{where['cores']} cores of {where['processor']}; interleaved rounds: {rounds}, medians.",
     ]
     for temperature in report["temperatures"]:
@@ -65,9 +65,16 @@ def table(report: Report) -> str:
         for streams in dict.fromkeys(streams for _, streams in columns(report)):
             lines += ["", f"T = {temperature:g}, {streams_label(streams)}, all kinds:", ""]
             lines += _details(report, temperature, streams)
-    lines += ["", "A step of the target alone, ms, by rows:", "", *_step_times(report["step_times"])]
+    if report["step_times"]:
+        lines += ["", "A step of the target alone, ms, by rows:", "", *_step_times(report["step_times"])]
     lines += ["", *_facts(report)]
     return "\n".join(lines) + "\n"
+
+
+def _numerics(report: Report) -> str:
+    """Return the target's data type and, if they are quantised, its weights at specdec."""
+    weights = report["weights"]
+    return f"{report['dtype']}" if weights == "stored" else f"{report['dtype']} (specdec's weights: {weights})"
 
 
 def _rates(report: Report, temperature: float) -> list[str]:
@@ -197,7 +204,7 @@ def plot(report: Report, file: Path) -> None:
     np.atleast_1d(panels)[0].invert_yaxis()
     figure.supxlabel("tokens a second, all streams together; bars from the least to the most", fontsize=8)
     temperatures = ", then paler ".join(f"T = {each:g}" for each in report["temperatures"])
-    figure.suptitle(f"{report['model']}\n{report['dtype']}, {temperatures}", fontsize=8)
+    figure.suptitle(f"{report['model']}\n{_numerics(report)}, {temperatures}", fontsize=8)
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
 

@@ -7,6 +7,7 @@
     python -m bench speed --target build/padded-1b --draft demo/draft --device cuda --peers none --quick
     python -m bench speed --vllm-python build/vllm/bin/python --peers none --only vLLM --threads 1 --over vLLM
     python -m bench speed --quick
+    python -m bench speed --target DIR --draft DIR --apart --prompts human-eval mt-bench --prompt-tokens 256
     python -m bench speed --peers none --kinds code --streams 1 --bad-drafts
     python -m bench speed --peers none --kinds code --streams 1 --windows 2,2,1 5,3,5 7,4,7 15,5,15
 
@@ -31,11 +32,13 @@ first round warms up; in it, configurations that adapt their speculation while s
 seconds. The report has medians over rounds (and kinds), ratios within a round, and, for specdec, efficiency: the rate
 divided by an ideal system's rate, given the step times of the same round (`step_times.py`) and the acceptance of the
 same answer. Writes speed.json, .md and .png.
+
+If memory is too small for all systems, --apart loads one at a time: each is loaded, warmed up and ended in every round,
+and no step times are measured.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -49,42 +52,27 @@ from bench.speed.comparison import Comparison, launches
 from bench.speed.config import SpeedConfig, parsed
 from bench.speed.report import model_label, plot, table
 from bench.speed.step_times import StepTimes
-from bench.systems.processor_time import peak_bytes
-from bench.systems.system import Launch, NotServingError, SystemUnderTest
-from specdec.local import LocalError
 
 
 def measure(config: SpeedConfig, console: Console) -> Report:
     """Measure and return the report. Ctrl-C ends the measurement early, or raises if nothing is measured yet."""
-    running: dict[Launch, SystemUnderTest] = {}
-    failed: dict[str, str] = {}
-    cut_off = False
-    with contextlib.ExitStack() as exits:
-        for launch in launches(config):
-            with console.status(f"loading: {launch.name}"):
-                try:
-                    running[launch] = exits.enter_context(launch.start())
-                except (NotServingError, LocalError, OSError) as error:
-                    failed[launch.name] = str(error)
-        about = {launch.name: dict(system.about) for launch, system in running.items()}
+    step_times = None
+    if not config.apart:
         text = config.prompt_tokens + config.tokens // 2
-        step_times = StepTimes(config.target, config.draft, config.dtype, text, config.device, config.threads)
-        comparison = Comparison(config, running, step_times)
-        try:
-            comparison.run(console)
-        except KeyboardInterrupt:
-            if not comparison.measurements:
-                raise
-            cut_off = True
-        memory = {
-            launch.name: {part: peak_bytes(pid) for part, pid in system.sessions().items()}
-            for launch, system in comparison.running.items()
-        }
+        placed = config.device, config.threads, config.weights
+        step_times = StepTimes(config.target, config.draft, config.dtype, text, *placed)
+    comparison, cut_off = Comparison(config, launches(config), step_times), False
+    try:
+        comparison.run(console)
+    except KeyboardInterrupt:
+        if not comparison.measurements:
+            raise
+        cut_off = True
     return {
-        "systems": about,
-        "peak_bytes": memory,
+        "systems": comparison.about,
+        "peak_bytes": comparison.peak_bytes,
         "step_times": comparison.times,
-        "failed": {name: _published(reason, config) for name, reason in (failed | comparison.failed).items()},
+        "failed": {name: _published(reason, config) for name, reason in comparison.failed.items()},
         "measurements": [asdict(each) for each in comparison.measurements],
     } | ({CUT_OFF: True} if cut_off else {})
 

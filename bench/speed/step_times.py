@@ -19,7 +19,7 @@ from specdec.engine.cpu_count import cores_given
 from specdec.engine.engine import Engine, cpu_threads
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.placement import Dtype, Placement
+from specdec.engine.placement import Dtype, Placement, Weights
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -44,15 +44,16 @@ class StepTimes:
         text: int,
         device: str = "cpu",
         threads: int | None = None,
+        weights: Weights = "stored",
     ) -> None:
         """Each row comes after a text of `text` tokens. The target is on `device`; on the CPU it has `threads`, if
-        given."""
+        given. `weights` are the target's."""
         cores = cores_given()
         self._threads = [threads] if threads else sorted({cores, max(1, cores - 1)}, reverse=True)
         if device != "cpu":  # a draft takes no cores from a GPU
             self._threads = self._threads[:1]
         self._text = text
-        placement = Placement("torch", dtype, device, 1 + (text + 1) * ROWS[-1])
+        placement = Placement("torch", dtype, device, 1 + (text + 1) * ROWS[-1], weights=weights)
         self._target = load_engine(ModelDirectory(target), placement, threads=self._threads)
         self._batches = {rows: _rows(self._target, rows, text) for rows in ROWS}
         self._draft = None

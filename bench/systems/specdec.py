@@ -53,6 +53,8 @@ class Specdec:
         programs: Mapping[str, tuple[str, ...]] = PROGRAMS,
     ) -> Iterator[Specdec]:
         placed: tuple[str, ...] = () if setup.device == "cpu" else ("--device", setup.device)
+        if setup.weights != "stored":
+            placed += ("--weights", setup.weights)
         if setup.threads is not None:
             placed += ("--threads", str(setup.threads))
             placed += () if draft is None else ("--threads-while-drafting", str(setup.threads))
@@ -70,6 +72,7 @@ class Specdec:
                 "local_draft": local_draft and local_draft.name,
                 "dtype": setup.dtype,
                 "device": setup.device,
+                "weights": setup.weights,
                 "verifier_options": verifier_options,
             }
             yield cls({"flags": flags}, stack)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from bench.systems.protocol import Arrivals
 
 if TYPE_CHECKING:  # other systems run in environments without specdec
-    from specdec.engine.placement import Dtype
+    from specdec.engine.placement import Dtype, Weights
 
 LOAD_SECONDS = 900.0  # vLLM compiles
 ANSWER_SECONDS = 900.0
@@ -95,6 +95,7 @@ class Setup:
     context: int  # maximum tokens of a sequence
     device: str = "cpu"  # of the target; drafts in other processes stay on the CPU
     threads: int | None = None  # of the target on the CPU; None: one per core, less one beside a draft service
+    weights: Weights = "stored"  # of the target, at specdec
 
 
 @dataclass(frozen=True)

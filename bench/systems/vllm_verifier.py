@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def is_of_both(name: str) -> bool:
 
 def launches(setup: Setup, python: str) -> list[Launch]:
     """Return the systems; `python` is the interpreter with vLLM."""
+    setup = replace(setup, weights="stored")  # vLLM quantises nothing at start
     programs = PROGRAMS | {"verifier": ("bench.systems.vllm_verifier", python)}
     start = partial(Specdec.start, setup, verifier_options=("--engine", "vllm", "--compile"), programs=programs)
     found = [Launch(SERVED, start, (Configuration(SERVED, "off"),))]

@@ -20,7 +20,7 @@ from rich.console import Console
 from bench.papers.evaluation import Evaluation, EvaluationError, Settings
 from bench.papers.methods import USUAL, methods_named
 from bench.papers.papers import main, parsed
-from bench.papers.prompts import Question
+from bench.question_sets import Question
 from specdec.v2 import generation_pb2 as pb
 from tests.client.fake_server import TEXT, TOKENS, Act, FakeServer, rich
 from tests.models import make, near

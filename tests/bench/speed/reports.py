@@ -17,9 +17,10 @@ def measurement(name: str, rate: float, **other: Any) -> dict[str, Any]:
 
 def report(*measurements: dict[str, Any]) -> dict[str, Any]:
     return {
-        "model": "m", "draft": None, "dtype": "float32", "prompt_tokens": 32, "tokens": 8, "rounds": 2, "over": PLAIN,
-        "temperatures": [0.0], "machine": {"cores": 2, "processor": "some"}, "peak_bytes": {"alone": {"a": 1 << 20}},
-        "failed": {"vllm none": "too large"}, "measurements": list(measurements),
+        "model": "m", "draft": None, "dtype": "float32", "weights": "stored", "prompts": "32 tokens", "tokens": 8,
+        "rounds": 2, "over": PLAIN, "temperatures": [0.0], "machine": {"cores": 2, "processor": "some"},
+        "peak_bytes": {"alone": {"a": 1 << 20}}, "failed": {"vllm none": "too large"},
+        "measurements": list(measurements),
         "step_times": [{"2/1": 0.001, "2/8": 0.002, "1/1": 0.003, "1/8": 0.004, "draft": 0.0005}] * 2,
     }  # fmt: skip
 

@@ -1,10 +1,10 @@
-"""Rounds of a comparison: failing systems are left out, and adaptive ones are warmed up."""
+"""Rounds of a comparison: failing systems are left out, adaptive ones are warmed up, and large ones run apart."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +14,9 @@ from bench.speed.comparison import Comparison
 from bench.speed.config import parsed
 from bench.speed.step_times import StepTimes
 from bench.systems.specdec import PLAIN
-from bench.systems.system import Answer, Configuration, Launch, Load, NotServingError, SystemUnderTest
+from bench.systems.system import Answer, Configuration, Launch, Load, NotServingError
+
+SHORT = ["--kinds", "code", "--temperatures", "0", "--tokens", "4", "--patience", "0", "--learning", "0"]
 
 
 class Broken:
@@ -45,36 +47,19 @@ class NoSteps(StepTimes):
         return {}
 
 
-def launch(name: str, *configurations: str) -> Launch:
-    return Launch(name, lambda: nullcontext(Broken()), tuple(map(Configuration, configurations)))
+def launch(name: str, system: Broken, *configurations: str) -> Launch:
+    return Launch(name, lambda: nullcontext(system), tuple(map(Configuration, configurations)))
 
 
 def test_who_fails_is_left_out_and_the_others_go_on() -> None:
-    config = parsed(
-        [
-            "--kinds",
-            "code",
-            "--streams",
-            "1,2",
-            "--temperatures",
-            "0",
-            "--rounds",
-            "2",
-            "--tokens",
-            "4",
-            "--patience",
-            "0",
-        ]
-    )
-    drafted, batching = launch("drafted", "specdec drafted", "specdec both"), launch("batching", "batching")
-    running: dict[Launch, SystemUnderTest] = {drafted: Broken(), batching: Steady()}
-    comparison = Comparison(config, running, NoSteps())
+    config = parsed([*SHORT, "--streams", "1,2", "--rounds", "2"])
+    drafted = launch("drafted", Broken(), "specdec drafted", "specdec both")
+    comparison = Comparison(config, [drafted, launch("batching", Steady(), "batching")], NoSteps())
     comparison.run(Console(file=io.StringIO()))
     assert comparison.failed == {
         "specdec drafted": "1 streams of code: it is broken",
         "specdec both": "1 streams of code: specdec drafted, of the same system, failed",
     }
-    assert list(comparison.running) == [batching]
     assert [(m.configuration, m.streams, m.round) for m in comparison.measurements] == [
         ("batching", streams, number) for number in (1, 2) for streams in (1, 2)
     ]
@@ -93,31 +78,54 @@ class Counting(Steady):
 
 
 def test_who_learns_is_asked_for_other_prompts_first() -> None:
-    options = [
-        "--kinds",
-        "code",
-        "--streams",
-        "2",
-        "--temperatures",
-        "0",
-        "--rounds",
-        "1",
-        "--tokens",
-        "4",
-        "--patience",
-        "0",
-        "--learning",
-        "0",
-    ]
+    options = [*SHORT, "--streams", "2", "--rounds", "1"]
     drafted, plain = Counting(), Counting()
     learning = Configuration("drafted", "draft", adaptive=True), Configuration("both", "auto", adaptive=True)
-    running: dict[Launch, SystemUnderTest] = {
-        launch("alone", PLAIN): plain,
-        Launch("drafts", lambda: nullcontext(drafted), learning): drafted,
-    }
-    Comparison(parsed(options), running, NoSteps()).run(Console(file=io.StringIO()))
+    systems = [launch("alone", plain, PLAIN), Launch("drafts", lambda: nullcontext(drafted), learning)]
+    Comparison(parsed(options), systems, NoSteps()).run(Console(file=io.StringIO()))
     first, second = (prompts for _, prompts in plain.asked)
     assert [mode for mode, _ in drafted.asked] == ["draft", "draft", "auto", "auto", "draft", "auto"]
     learnt = [drafted.asked[at][1] for at in (0, 2)]
     assert [drafted.asked[at][1] for at in (1, 3, 4, 5)] == [first, first, second, second]
     assert all(prompt not in first + second for prompts in learnt for prompt in prompts)
+
+
+def test_apart_one_system_is_loaded_at_a_time_and_warmed_up_in_each_round() -> None:
+    loaded: list[str] = []
+    history: list[tuple[str, int]] = []
+
+    class Alone(Steady):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def run(self, load: Load, mode: str = "") -> Answer:
+            assert loaded == [self.name]
+            history.append((self.name, len(load.prompts)))
+            return super().run(load, mode)
+
+    @contextmanager
+    def start(name: str) -> Iterator[Alone]:
+        loaded.append(name)
+        yield Alone(name)
+        loaded.remove(name)
+
+    @contextmanager
+    def too_large() -> Iterator[Alone]:
+        raise NotServingError("there is no room")
+        yield
+
+    systems = [
+        Launch("one", lambda: start("one"), (Configuration("one"),)),
+        Launch("large", too_large, (Configuration("large"),)),
+        Launch("two", lambda: start("two"), (Configuration("two"),)),
+    ]
+    comparison = Comparison(parsed([*SHORT, "--streams", "1,3", "--rounds", "2", "--apart"]), systems, None)
+    comparison.run(Console(file=io.StringIO()))
+    turn = [1, 3] * 2  # a warm-up round, and one that counts
+    assert history == [(name, streams) for _ in range(2) for name in ("one", "two") for streams in turn]
+    assert [(m.configuration, m.round) for m in comparison.measurements] == [
+        (name, number) for number in (1, 2) for name in ("one", "two") for _ in range(2)
+    ]
+    assert comparison.failed == {"large": "there is no room"}
+    assert comparison.times == []
+    assert {m.ideal for m in comparison.measurements} == {None}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 OWN = "own"
-OWN_FILE = Path(__file__).parent / "prompts.jsonl"
+OWN_FILE = Path(__file__).parent / "question_sets.jsonl"
 
 
 class Package(NamedTuple):

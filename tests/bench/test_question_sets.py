@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.papers.prompts import OWN, PACKAGES, PLACEHOLDER, PromptsError, Question, chosen, read, read_all
+from bench.question_sets import OWN, PACKAGES, PLACEHOLDER, PromptsError, Question, chosen, read, read_all
 
 HUMAN_EVAL = {
     "task_id": "HumanEval/0",
