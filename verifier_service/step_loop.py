@@ -1,8 +1,8 @@
 """The step loop: takes rows of all ready sessions, runs one forward pass, commits tokens, and repeats.
 
 It runs in its own thread and owns every session and all memory. It never blocks on the network: a session uses the
-candidates that have arrived, and a step waits for more only while that pays. `PlainLoop` is the same without
-speculation.
+candidates that have arrived, and a step waits for more only while that pays. Tests
+compare it with a loop without speculation (`tests/verifier_service/plain_loop.py`).
 """
 
 from __future__ import annotations

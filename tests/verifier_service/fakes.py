@@ -34,10 +34,10 @@ from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 from testing.mailbox import Mailbox
 from tests.choices import choose_token
 from tests.paged import Paged
+from tests.verifier_service.plain_loop import PlainLoop
 from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import Mode
 from verifier_service.costs.step_latency import StepLatency
-from verifier_service.plain_loop import PlainLoop
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import LatencyTuning

@@ -12,9 +12,9 @@ from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS
 from specdec.decoding.tree import Paths
 from specdec.serving.errors import ModelFailureError
 from tests.verifier_service.fakes import BAD, FREE, Client, Decided, TextEngine, run, step_loop
+from tests.verifier_service.plain_loop import PlainLoop
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import NGRAM, Mode
-from verifier_service.plain_loop import PlainLoop
 from verifier_service.proposers.proposer import ComingStep, Phase, ProposalStats, Proposer
 from verifier_service.sessions.session import VerifierSession
 

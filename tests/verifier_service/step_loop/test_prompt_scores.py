@@ -10,9 +10,9 @@ import pytest
 from specdec.decoding.logprobs import log_softmax
 from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 from tests.verifier_service.fakes import BAD, LANGUAGE, Client, PagedTextEngine, TextEngine, run, step_loop
+from tests.verifier_service.plain_loop import PlainLoop
 from tests.verifier_service.step_loop.helpers import NO_BAD, client, expect_no_growth, text, turns
 from verifier_service.backend.result import MAX_SCORES_A_MESSAGE
-from verifier_service.plain_loop import PlainLoop
 from verifier_service.verification.tree_verification import NotFiniteError
 
 
