@@ -53,6 +53,19 @@ async def test_a_service_sends_spans_where_it_is_told_to() -> None:
     assert span.start_time_unix_nano <= span.events[0].time_unix_nano <= span.end_time_unix_nano
 
 
+async def test_spans_go_past_a_proxy_of_the_environment(unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{unused_tcp_port}")
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    async with collecting() as (collector, address):
+        timelines = Timelines()
+        timelines.exporter = exporter = SpanExporter("draft", address)
+        with timelines.begin("draft"):
+            pass
+        await exporter.close()
+    assert len(collector.of("draft")) == 1
+
+
 async def test_a_collector_that_does_not_answer_holds_up_no_end(
     unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
