@@ -130,6 +130,9 @@ async def test_nothing_that_arrives_stops_it(models: Models, tmp_path: Path, att
     assert process.returncode == 0
     assert [line for line in log.read_bytes().splitlines() if BUG.search(line)][:3] == []
     assert attackers.improper == []
+    answered = [status for _, status in attackers.statuses.elements() if isinstance(status, int)]
+    assert {200, 400, 404, 405} <= set(answered)
+    assert len(answered) > attacks / 2
     assert log.stat().st_size < MAX_LOG_BYTES
     assert growth < MAX_GROWTH_MIB
 

@@ -56,8 +56,8 @@ SHOWN = (
 """Lies tried by every test run; `make verify` tries them all."""
 
 WAITS = frozenset({"never commits", "never commits again", "shows life without end", "takes every step to be long"})
-"""Lies that look like a verifier with sessions waiting for memory: without an alternative, they may keep a text until
-its caller's deadline."""
+"""Lies that look like a verifier with sessions waiting for memory: they may keep a text until its caller's deadline,
+even beside an honest verifier."""
 
 FAILS = frozenset({"fails inside", "fails inside before it opens"})
 """A verifier whose model fails on a text returns INTERNAL; if no other verifier succeeds, the request ends with it."""

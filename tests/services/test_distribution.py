@@ -2,7 +2,7 @@
 
 Under COUPLED and REJECTION, a chi-square test compares the joint distribution of the first three tokens with the
 probabilities of the model's own forward pass. The false-alarm probability is FALSE_ALARM; the seeds are fixed, so the
-outcome is too.
+outcome is too. As a negative control, the same counts must not fit another temperature.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,20 +28,26 @@ from verifier_service.backend.result import Mode
 FALSE_ALARM = 1e-6
 PROMPT = [50, 60, 70, 80, 90]
 KEPT = 4
-TEMPERATURE = 1.5
+TEMPERATURE, OTHER_TEMPERATURE = 1.5, 1.0
 REQUESTS, SAMPLES = 30, 16
 MIN_EXPECTED = 8.0
 LOOKAHEAD = generation_pb2.Speculation(lookahead=model_pb2.Lookahead(window=2, ngram=3, guesses=2))
 """Applied whether or not it pays."""
 
 
-def expected(directories: Directories, prompt: list[int], banned: Sequence[int] = ()) -> dict[tuple[int, ...], float]:
-    """Return the probability of each sequence of three tokens under temperature and top-k."""
-    result: dict[tuple[int, ...], float] = {(): 1.0}
+Distribution = dict[tuple[int, ...], float]
+"""Probabilities of sequences of three tokens."""
+
+
+def expected(
+    directories: Directories, prompt: list[int], temperature: float, banned: Sequence[int] = ()
+) -> Distribution:
+    """Return the target's distribution under this temperature and top-k."""
+    result: Distribution = {(): 1.0}
     for _ in range(3):
-        longer: dict[tuple[int, ...], float] = {}
+        longer: Distribution = {}
         for path, probability in result.items():
-            z = directories.oracle.logits([*prompt, *path]).astype(np.float64) / TEMPERATURE
+            z = directories.oracle.logits([*prompt, *path]).astype(np.float64) / temperature
             z[list(banned)] = -np.inf
             kept = np.argsort(-z, kind="stable")[:KEPT]
             weights = np.exp(z[kept] - z[kept].max())
@@ -69,7 +75,7 @@ async def test_sampled_tokens_follow_the_target(
     async with stack(
         directories.target, directories.near, target_delay=lambda: time.sleep(0.04), **options
     ) as services:
-        sources = await check(services, expected(directories, PROMPT), PROMPT, rule, speculation)
+        sources = await check(services, directories, PROMPT, rule, speculation)
     assert sources[model_pb2.TOKEN_SOURCE_REMOTE_DRAFT] > 15  # some of the tested tokens were drafted,
     assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 5  # and some corrected
 
@@ -79,7 +85,7 @@ async def test_sampled_tokens_follow_the_target(
 async def test_they_do_with_a_draft_of_the_verifiers_own(directories: Directories, rule: str) -> None:
     options: dict[str, Any] = {"draft_model": directories.near, "controller": Decided(Mode.LOCAL_DRAFT)}
     async with stack(directories.target, None, target_delay=lambda: time.sleep(0.04), **options) as services:
-        sources = await check(services, expected(directories, PROMPT), PROMPT, rule)
+        sources = await check(services, directories, PROMPT, rule)
     assert sources[model_pb2.TOKEN_SOURCE_LOCAL_MODEL] > 15
     assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 5
 
@@ -91,25 +97,25 @@ async def test_guesses_that_nobody_drew_leave_the_distribution_as_it_is(director
     banned = [token for token in range(VOCABULARY) if token not in words]
     prompt = random.Random(1).choices(words, k=40)
     async with stack(directories.target, None) as services:
-        want = expected(directories, prompt, banned)
-        sources = await check(services, want, prompt, "REJECTION", LOOKAHEAD, banned_tokens=banned)
+        sources = await check(services, directories, prompt, "REJECTION", LOOKAHEAD, banned)
     assert sources[model_pb2.TOKEN_SOURCE_NGRAM] > 30
     assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 10
 
 
 async def check(
     services: Stack,
-    want: dict[tuple[int, ...], float],
+    directories: Directories,
     prompt: list[int],
     rule: str,
     speculation: generation_pb2.Speculation | None = None,
-    **more: Any,
+    banned: Sequence[int] = (),
 ) -> Counter[model_pb2.TokenSource.ValueType]:
     """Test many samples; return the counts of their token sources."""
+    want, other = (expected(directories, prompt, each, banned) for each in (TEMPERATURE, OTHER_TEMPERATURE))
     counts: dict[tuple[int, ...], int] = dict.fromkeys(want, 0)
     sources: Counter[model_pb2.TokenSource.ValueType] = Counter()
     for seed in range(REQUESTS):
-        sampling = {"temperature": TEMPERATURE, "top_k": KEPT, "seed": seed, **more}
+        sampling = {"temperature": TEMPERATURE, "top_k": KEPT, "seed": seed, "banned_tokens": banned}
         fields: dict[str, Any] = {"speculation": speculation} if speculation else {}
         fields |= {"max_tokens": 3, "n": SAMPLES, "ignore_end_token": True, "rule": f"ACCEPTANCE_RULE_{rule}"}
         request = request_of(prompt, sampling=sampling, **fields)
@@ -117,15 +123,19 @@ async def check(
         for completion in answer.completions:
             counts[tuple(completion.tokens)] += 1
             sources.update(completion.sources)
-    total = REQUESTS * SAMPLES
-    assert sum(counts.values()) == total
+    assert sum(counts.values()) == REQUESTS * SAMPLES
+    assert pvalue(counts, want) > FALSE_ALARM > pvalue(counts, other)
+    return sources
+
+
+def pvalue(counts: Mapping[tuple[int, ...], int], want: Distribution) -> float:
+    """Return the p-value of a chi-square test. Sequences expected less than MIN_EXPECTED times are one cell."""
+    total = sum(counts.values())
     paths = sorted(want, key=lambda path: -want[path])
     common = list(itertools.takewhile(lambda path: total * want[path] >= MIN_EXPECTED, paths))
     rare = paths[len(common) :]
     cells = [[path] for path in common] + ([rare] if rare else [])
     observed = [sum(counts[path] for path in cell) for cell in cells]
     wanted = [total * sum(want[path] for path in cell) for cell in cells]
-    assert len(observed) > 10
-    pvalue = stats.chisquare(observed, np.asarray(wanted) * (total / sum(wanted))).pvalue
-    assert pvalue > FALSE_ALARM
-    return sources
+    assert len(observed) >= 10
+    return float(stats.chisquare(observed, np.asarray(wanted) * (total / sum(wanted))).pvalue)
