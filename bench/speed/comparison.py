@@ -92,7 +92,7 @@ class Comparison:
         with Progress(console=console, disable=not console.is_terminal) as bar:
             loads = self._config.rounds * 2 if self._config.apart else self._config.rounds + 1
             work = bar.add_task("rounds", total=len(self._launches) * loads * len(plan))
-            for launches, numbers in self._sittings():
+            for launches, numbers in self._groups():
                 with self._loaded(launches, partial(bar.update, work)) as running:
                     for number in numbers:
                         times = {} if self._step_times is None else self._step_times.measure()
@@ -102,7 +102,7 @@ class Comparison:
                             self._measure_all(running, cell, number, times)
                             bar.advance(work, len(launches))
 
-    def _sittings(self) -> Iterator[tuple[Sequence[Launch], Sequence[int]]]:
+    def _groups(self) -> Iterator[tuple[Sequence[Launch], Sequence[int]]]:
         """Yield systems to load together, and their rounds; round 0 warms up, and is dropped."""
         rounds = range(1, self._config.rounds + 1)
         if not self._config.apart:

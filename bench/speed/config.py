@@ -67,8 +67,8 @@ class SpeedConfig:
     @property
     def asked(self) -> dict[str, Any]:
         """The settings in a report, by name."""
-        numerics, course = ("dtype", "device", "weights", "threads"), ("rounds", "learning_seconds", "seed", "apart")
-        told = (*numerics, *course, "tokens", "streams", "temperatures", "over")
+        numerics, run = ("dtype", "device", "weights", "threads"), ("rounds", "learning_seconds", "seed", "apart")
+        told = (*numerics, *run, "tokens", "streams", "temperatures", "over")
         settings = {name: getattr(self, name) for name in told}
         return settings | {"kinds": self.prompts.kinds, "prompts": self.prompts.length}
 

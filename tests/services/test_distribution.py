@@ -124,18 +124,22 @@ async def check(
             counts[tuple(completion.tokens)] += 1
             sources.update(completion.sources)
     assert sum(counts.values()) == REQUESTS * SAMPLES
+    assert len(cells_of(want)) > 10
     assert pvalue(counts, want) > FALSE_ALARM > pvalue(counts, other)
     return sources
 
 
-def pvalue(counts: Mapping[tuple[int, ...], int], want: Distribution) -> float:
-    """Return the p-value of a chi-square test. Sequences expected less than MIN_EXPECTED times are one cell."""
-    total = sum(counts.values())
+def cells_of(want: Distribution) -> list[list[tuple[int, ...]]]:
+    """Return the cells of a chi-square test: sequences expected less than MIN_EXPECTED times are one cell."""
     paths = sorted(want, key=lambda path: -want[path])
-    common = list(itertools.takewhile(lambda path: total * want[path] >= MIN_EXPECTED, paths))
+    common = list(itertools.takewhile(lambda path: REQUESTS * SAMPLES * want[path] >= MIN_EXPECTED, paths))
     rare = paths[len(common) :]
-    cells = [[path] for path in common] + ([rare] if rare else [])
+    return [[path] for path in common] + ([rare] if rare else [])
+
+
+def pvalue(counts: Mapping[tuple[int, ...], int], want: Distribution) -> float:
+    """Return the p-value of a chi-square test of the counts."""
+    total, cells = sum(counts.values()), cells_of(want)
     observed = [sum(counts[path] for path in cell) for cell in cells]
     wanted = [total * sum(want[path] for path in cell) for cell in cells]
-    assert len(observed) >= 10
     return float(stats.chisquare(observed, np.asarray(wanted) * (total / sum(wanted))).pvalue)
