@@ -28,7 +28,7 @@ from verifier_service.backend.result import Mode
 FALSE_ALARM = 1e-6
 PROMPT = [50, 60, 70, 80, 90]
 KEPT = 4
-TEMPERATURE, OTHER_TEMPERATURE = 1.5, 1.0
+TEMPERATURE, OTHER_TEMPERATURE = 1.5, 0.75
 REQUESTS, SAMPLES = 30, 16
 MIN_EXPECTED = 8.0
 LOOKAHEAD = generation_pb2.Speculation(lookahead=model_pb2.Lookahead(window=2, ngram=3, guesses=2))
